@@ -1,0 +1,506 @@
+"""Backends: where memory comes from, which stream work goes to, and whether the device reaches host memory in place.
+
+A backend is chosen once, when an object is made: CUDA with UVA memory, CUDA without it (every slot is copied to the
+device), or the host. All have the same few methods, so no caller asks which one it holds. Importing this module touches
+no CUDA; CuPy is imported when the first CUDA backend is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import CaptureError, UvaUnavailableError
+
+Device = int | str | None
+EXACT_PINNED_BYTES = 64 << 20  # CuPy's pinned pool rounds up to a power of two: too much for a table this large
+SPINS = 2000  # looks at a fence word before the waiting thread begins to sleep: about 60 us
+
+
+@dataclass(frozen=True)
+class UvaStatus:
+    """Whether a device reads and writes pinned host memory in place, and why (not).
+
+    Attributes
+    ----------
+    available : bool
+    reason : str
+        One sentence.
+    """
+
+    available: bool
+    reason: str
+
+
+class Pinned:
+    """A block of host memory that the device can reach.
+
+    Attributes
+    ----------
+    array : numpy.ndarray
+        ``[nbytes] uint8``, the block as the host sees it.
+    address, device_address : int
+        Where the host and the device (0 where it cannot) find the block.
+    """
+
+    __slots__ = ("address", "array", "device_address")
+
+    def __init__(self, array: np.ndarray, device_address: int) -> None:
+        self.array = array
+        self.address: int = array.ctypes.data
+        self.device_address = device_address
+
+
+def check_native(dtype: Any) -> np.dtype:
+    """`dtype` as a NumPy dtype of 1 to 16 bytes: bool, integer, float or complex, native byte order; else TypeError."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype {dtype!r} is not a NumPy dtype") from None
+    if found.kind not in "biufc" or found.itemsize not in (1, 2, 4, 8, 16) or found.char in "gG":
+        raise TypeError(f"dtype {found} is not supported: use bool, integers, floats or complex of 1 to 16 bytes")
+    if not found.isnative:
+        raise TypeError(f"dtype {found} is not in native byte order: use {found.newbyteorder('=')}")
+    return found
+
+
+class HostBackend:
+    """NumPy and Numba stand in for the device; every call is done when it returns."""
+
+    name = "host"
+    id = None
+    uva = True
+
+    def elsewhere(self) -> bool:
+        """Whether another device is current."""
+        return False
+
+    def stream(self, stream: Any) -> Any:
+        """The stream to use; the host has none, and takes any."""
+        return self
+
+    ptr = 0
+
+    def events_of(self, streams: Any) -> list[Any]:
+        """What `wait_for` names; on the host it is done already."""
+        return []
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the device current for a while."""
+        return contextlib.nullcontext()
+
+    def pinned(self, nbytes: int) -> Pinned:
+        """A block of `nbytes` zero bytes that host and device share."""
+        raw = np.zeros(nbytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64  # the packer aligns contents to 16 bytes
+        array = raw[start : start + nbytes]
+        return Pinned(array, array.ctypes.data)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """A device array of zeros; returns when it is ready for any stream."""
+        return np.zeros(shape, dtype)
+
+    def array(self, values: np.ndarray) -> np.ndarray:
+        """A device array of `values`; returns when it is ready for any stream."""
+        return values.copy()
+
+    def empty_on(self, stream: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """A device array for use on `stream`."""
+        return np.empty(shape, dtype)
+
+    def view(self, block: Pinned, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The device's view of the start of `block`."""
+        return host_view(block, shape, dtype)
+
+    def check_array(self, array: Any, name: str) -> int:
+        """The address of a device array that a caller gave; TypeError or ValueError where it is not one of ours."""
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{name} must be a numpy.ndarray on the host, got {type(array).__name__}")
+        return int(array.ctypes.data)
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from host to device, in stream order."""
+        ctypes.memmove(to, source, nbytes)
+
+    def signal(self, block: Pinned, index: int, value: int, stream: int) -> None:
+        """Set word `index` of `block` to `value` once all work on `stream` so far is done."""
+        block.array.view(np.uint64)[index] = value
+
+    def new_event(self) -> None:
+        """An event that orders streams."""
+        return
+
+    def record(self, event: Any, stream: int) -> None:
+        """Mark the work on `stream` so far."""
+
+    def wait_event(self, stream: int, event: Any) -> None:
+        """Let later work on `stream` start after what `event` marks."""
+
+    def check_health(self, stream: Any) -> bool:
+        """Whether all work on `stream` is done; raises what the device reports."""
+        return True
+
+
+def host_view(block: Pinned, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """The host's view of the start of `block`."""
+    count = int(np.prod(shape, dtype=np.int64))
+    return block.array[: count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+class CudaBackend:
+    """One CUDA device. With `uva`, kernels read slots in place; without, slots are copied to the device first."""
+
+    name = "cuda"
+
+    def __init__(self, device_id: int, uva: bool) -> None:
+        import cupy
+
+        self.id = device_id
+        self.uva = uva
+        self.cupy = cupy
+        self.runtime = cupy.cuda.runtime
+        self._get_device = cupy.cuda.runtime.getDevice
+        self._current_stream = cupy.cuda.get_current_stream
+        self._is_capturing = cupy.cuda.runtime.streamIsCapturing
+        self._error = cupy.cuda.runtime.CUDARuntimeError
+        with self.current():
+            # Memory comes from and is cleared on a stream of our own: a constructor neither waits for a stalled stream of
+            # the caller nor races with it, and a dropped block goes back to where no kernel of the caller was queued.
+            self.setup = cupy.cuda.Stream(non_blocking=True)
+            with self.setup:
+                self._values = cupy.arange(256, dtype=cupy.uint64)  # sources of fence words
+            self.setup.synchronize()
+
+    def elsewhere(self) -> bool:
+        """Whether another device is current."""
+        return bool(self._get_device() != self.id)
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the device current for a while."""
+        return self.cupy.cuda.Device(self.id)  # type: ignore[no-any-return]
+
+    def stream(self, stream: Any) -> Any:
+        """The stream to use, with a `ptr`; CaptureError where it is being captured, ValueError on another device."""
+        if stream is None:
+            stream = self._current_stream(self.id)
+        elif not hasattr(stream, "ptr"):
+            stream = self._foreign_stream(stream)
+        try:
+            capturing = self._is_capturing(stream.ptr)
+        except self._error as error:
+            if not 900 <= error.status < 910:  # not about captures: the device is broken
+                raise
+            raise CaptureError(f"another stream is being captured, and this one would break it: {error}") from None
+        if capturing:
+            raise CaptureError(f"{stream!r} is being captured: call this before the capture begins or after it ends")
+        if stream.device_id != self.id and stream.device_id >= 0:
+            raise ValueError(f"{stream!r} belongs to device {stream.device_id}; this object lives on device {self.id}")
+        return stream
+
+    def _foreign_stream(self, stream: Any) -> Any:
+        """A stream of another library, by the CUDA stream protocol."""
+        if not hasattr(stream, "__cuda_stream__"):
+            raise TypeError(f"stream must be a CuPy stream or have __cuda_stream__, got {type(stream).__name__}")
+        return self.cupy.cuda.Stream.from_external(stream)
+
+    def events_of(self, streams: Any) -> list[Any]:
+        """Events that mark what was enqueued so far on the streams (or events) that `wait_for` names."""
+        if not isinstance(streams, Iterable):
+            streams = (streams,)
+        events: list[Any] = []
+        checked = [s if isinstance(s, self.cupy.cuda.Event) else self.stream_anywhere(s) for s in streams]
+        for source in checked:
+            events.append(source if isinstance(source, self.cupy.cuda.Event) else self._event_on(source))
+        return events
+
+    def stream_anywhere(self, stream: Any) -> Any:
+        """A stream of any device, checked for captures."""
+        if not hasattr(stream, "ptr"):
+            stream = self._foreign_stream(stream)
+        if self._is_capturing(stream.ptr):
+            raise CaptureError(f"{stream!r} in wait_for is being captured: wait before it begins or after it ends")
+        return stream
+
+    def _event_on(self, stream: Any) -> Any:
+        device_id = stream.device_id if stream.device_id >= 0 else self.id
+        with self.cupy.cuda.Device(device_id):
+            event = self.cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+        return event
+
+    def pinned(self, nbytes: int) -> Pinned:
+        """A block of `nbytes` zero bytes that host and device share; not mapped where there is no UVA memory."""
+        with self.current():
+            try:
+                if nbytes < EXACT_PINNED_BYTES:
+                    owner = self.cupy.cuda.alloc_pinned_memory(nbytes)
+                else:
+                    owner = self.cupy.cuda.PinnedMemoryPointer(self.cupy.cuda.PinnedMemory(nbytes), 0)
+            except self._error:
+                if self.uva:
+                    raise
+                return HostBackend().pinned(nbytes)  # pageable: copies block, and are right
+            array = np.frombuffer(owner, np.uint8, nbytes)
+            array[:] = 0
+            address = self.runtime.pointerGetAttributes(owner.ptr).devicePointer if self.uva else 0
+        return Pinned(array, address)
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A device array of zeros; returns when it is ready for any stream."""
+        with self.current():
+            with self.setup:
+                array = self.cupy.zeros(shape, dtype)
+            self.setup.synchronize()
+        return array
+
+    def array(self, values: np.ndarray) -> Any:
+        """A device array of `values`; returns when it is ready for any stream."""
+        with self.current():
+            with self.setup:
+                array = self.cupy.asarray(values)
+            self.setup.synchronize()
+        return array
+
+    def empty_on(self, stream: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """A device array for use on `stream`."""
+        with stream:
+            return self.cupy.empty(shape, dtype)
+
+    def view(self, block: Pinned, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """The device's view of the start of `block`, which it keeps alive."""
+        memory = self.cupy.cuda.UnownedMemory(block.device_address, block.array.nbytes, block, self.id)
+        return self.cupy.ndarray(shape, dtype, self.cupy.cuda.MemoryPointer(memory, 0))
+
+    def check_array(self, array: Any, name: str) -> int:
+        """The address of a device array that a caller gave; TypeError or ValueError where it is not one of ours."""
+        if not isinstance(array, self.cupy.ndarray):
+            raise TypeError(f"{name} must be a cupy.ndarray, got {type(array).__name__}")
+        if array.device.id != self.id:
+            raise ValueError(f"{name} lies on device {array.device.id}; this object lives on device {self.id}")
+        return int(array.data.ptr)
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from host to device, in stream order."""
+        self.runtime.memcpyAsync(to, source, nbytes, self.runtime.memcpyHostToDevice, stream)
+
+    def signal(self, block: Pinned, index: int, value: int, stream: int) -> None:
+        """Set word `index` of `block` to `value` once all work on `stream` so far is done."""
+        source = self._values.data.ptr + 8 * value
+        self.runtime.memcpyAsync(block.address + 8 * index, source, 8, self.runtime.memcpyDeviceToHost, stream)
+
+    def new_event(self) -> Any:
+        """An event that orders streams."""
+        with self.current():
+            return self.cupy.cuda.Event(disable_timing=True)
+
+    def record(self, event: Any, stream: int) -> None:
+        """Mark the work on `stream` so far."""
+        self.runtime.eventRecord(event.ptr, stream)
+
+    def wait_event(self, stream: int, event: Any) -> None:
+        """Let later work on `stream` start after what `event` marks."""
+        self.runtime.streamWaitEvent(stream, event.ptr)
+
+    def check_health(self, stream: Any) -> bool:
+        """Whether all work on `stream` is done; raises what the device reports.
+
+        A query would break a capture that is under way in global mode on another thread: the mode of this thread is
+        relaxed around it. A stream that is being captured is not asked at all.
+        """
+        if self._is_capturing(stream.ptr):
+            return False
+        with relaxed_capture():
+            return bool(self.runtime.streamQuery(stream.ptr) == 0)
+
+
+Backend = HostBackend | CudaBackend
+_host = HostBackend()
+_cuda: dict[tuple[int, bool], CudaBackend] = {}
+_statuses: dict[int, UvaStatus] = {}
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread call what a capture in global mode on another thread forbids; CuPy has no name for it."""
+    exchange = ctypes.CDLL("libcuda.so.1" if os.name == "posix" else "nvcuda.dll").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+def wait_word(word: memoryview, index: int, value: int, backend: Backend, stream: Any) -> None:
+    """Wait until `word[index]` is `value`, looking at the stream now and then, so that a fault does not hang."""
+    spins = 0
+    while word[index] != value:
+        spins += 1
+        if spins <= SPINS:
+            continue
+        time.sleep(2e-5)
+        if spins % 1024 == 0 and backend.check_health(stream):
+            time.sleep(1e-3)
+            if word[index] != value:
+                raise RuntimeError(f"work on {stream!r} is done, but its fence word never came: a launch was lost")
+
+
+def count_devices() -> tuple[int, str]:
+    """How many CUDA devices there are, and why none where there is none; other CUDA errors are raised."""
+    if importlib.util.find_spec("cupy") is None:
+        return 0, "CuPy is not installed"
+    from cupy.cuda import runtime
+
+    if runtime.is_hip:
+        return 0, "CuPy was built for ROCm"
+    try:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        no_driver = error.status == 35 and runtime.driverGetVersion() == 0  # cudaErrorInsufficientDriver
+        if error.status != 100 and not no_driver:  # cudaErrorNoDevice
+            raise
+        return 0, "there is no CUDA driver" if no_driver else "CUDA reports no device"
+    return count, "" if count else "CUDA reports no device"
+
+
+def resolve_id(device: Device) -> int | None:
+    """The CUDA device id that `device` names, or None for the host."""
+    if isinstance(device, bool) or not (device is None or isinstance(device, (int, str))):
+        raise TypeError(f"device must be None, 'cuda', 'cuda:N', an int or 'host', got {device!r}")
+    wanted: int | None = None
+    if isinstance(device, int):
+        wanted = device
+    elif isinstance(device, str) and device.startswith("cuda:") and device[5:].isascii() and device[5:].isdigit():
+        wanted = int(device[5:])
+    elif device not in (None, "cuda", "host"):
+        raise ValueError(f"device must be None, 'cuda', 'cuda:N', an int or 'host', got {device!r}")
+    if device == "host" or os.environ.get("CUPY_STAGED_DEVICE") == "host":
+        return None
+    count, reason = count_devices()
+    if count == 0:
+        if device is None:
+            return None
+        raise ValueError(f"device {device!r} is not there: {reason}; use 'host'")
+    if wanted is None:
+        from cupy.cuda import runtime
+
+        return int(runtime.getDevice())
+    if not 0 <= wanted < count:
+        raise ValueError(f"device {device!r} is not there: this machine has CUDA devices 0 to {count - 1}")
+    return wanted
+
+
+def get_backend(device: Device) -> Backend:
+    """The backend for `device`, made once; CaptureError where the device's current stream is being captured."""
+    device_id = resolve_id(device)
+    if device_id is None:
+        return _host
+    uva = uva_status(device_id).available
+    backend = _cuda.get((device_id, uva)) or _cuda.setdefault((device_id, uva), CudaBackend(device_id, uva))
+    backend.stream(None)
+    return backend
+
+
+def uva_status(device: Device = None) -> UvaStatus:
+    """Whether the device reads and writes pinned host memory in place, by trying it.
+
+    The probe writes after the memory was mapped, lets a kernel read and answer, twice. A definite answer is kept; an
+    error is raised and asked again. ``CUPY_STAGED_UVA=0`` answers no.
+
+    Parameters
+    ----------
+    device : None, int or str
+        As in every constructor.
+
+    Returns
+    -------
+    UvaStatus
+        `available` and `reason`. The host is always available.
+
+    Raises
+    ------
+    ValueError
+        The device is not there.
+    CaptureError
+        The device's current stream is being captured.
+    """
+    device_id = resolve_id(device)
+    if device_id is None:
+        return UvaStatus(True, "host and device are the same memory")
+    if os.environ.get("CUPY_STAGED_UVA") == "0":
+        return UvaStatus(False, "switched off by CUPY_STAGED_UVA=0")
+    if device_id not in _statuses:
+        _statuses[device_id] = _probe(device_id)
+    return _statuses[device_id]
+
+
+def is_uva_available(device: Device = None) -> bool:
+    """Whether the device reads and writes pinned host memory in place; `uva_status` says why (not)."""
+    return uva_status(device).available
+
+
+def require_uva(backend: Backend, what: str) -> None:
+    """Raise UvaUnavailableError where `what` needs UVA memory and there is none."""
+    if not backend.uva:
+        raise UvaUnavailableError(f"{what} needs UVA memory: {uva_status(backend.id).reason}")
+
+
+def _probe(device_id: int) -> UvaStatus:
+    from . import kernels
+
+    backend = CudaBackend(device_id, uva=True)
+    backend.stream(None)
+    try:
+        block = backend.pinned(64)
+    except backend._error as error:
+        return UvaStatus(False, f"pinned memory cannot be had or mapped: {error}")
+    if not block.device_address:
+        return UvaStatus(False, "pinned memory has no device address")
+    words = block.array.view(np.uint64)
+    kernel = kernels.get_function(backend, "uva_probe", "uva_probe")
+    with backend.current():
+        for request in (0x0123456789ABCDEF, 0xFEDCBA9876543210):
+            words[0] = request  # after mapping: a frozen copy would not show it
+            with backend.setup:
+                kernel((1,), (1,), (block.device_address, block.device_address + 8))
+            backend.setup.synchronize()
+            if int(words[1]) != request ^ 0xFFFFFFFFFFFFFFFF:
+                return UvaStatus(False, f"the device sees a copy of pinned memory: {request:#x} became {words[1]:#x}")
+    return UvaStatus(True, "a kernel read what the host wrote after mapping, and the host read its answer")
+
+
+# A forked child cannot use CUDA. Every object that does registers its lock here; the child takes them all, so that the
+# next call on such an object is refused by the check that each call makes anyway.
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_forked = False
+
+
+def guard_against_fork(owner: Any) -> None:
+    """Let calls of `owner` (which has a `lock`) be refused in a forked child."""
+    _locks.add(owner)
+
+
+def is_forked_child() -> bool:
+    """Whether this process was forked from one that used CUDA."""
+    return _forked
+
+
+def _after_fork() -> None:
+    global _forked
+    if _cuda:
+        _forked = True
+        for owner in list(_locks):
+            owner.lock.acquire(False)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,169 @@
+"""Load the CUDA sources, compile each once a device, and make launchers with fixed arguments.
+
+A launcher is called with a stream address and does nothing but launch: a captured graph where slots are read in place.
+Compiled functions stay for the life of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import packing
+from .device import Backend, CudaBackend, Device, Pinned, get_backend
+
+# (blocks, threads a block, cells a line): the packer takes the first with a warp for each line. The first is for small
+# applies: one warp, one bus read. 32 cells hold 31 short writes or runs; 2 cells hold one tile of a long write.
+SHAPES = ((1, 32, 32), (8, 128, 32), (64, 128, 32), (264, 128, 32), (8, 128, 2), (32, 128, 2), (264, 128, 2))
+
+_functions: dict[tuple[int, str, str, int], Any] = {}
+_lock = threading.Lock()
+
+
+def kernel_folder() -> Path:
+    """Where the kernel sources are: inside the installed package, or beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    return here / "kernels" if (here / "kernels").is_dir() else here.parent / "kernels"
+
+
+def source_of(name: str) -> str:
+    """The whole text of kernel file `name`: the shared head, then the file."""
+    folder = kernel_folder()
+    return (folder / "warp.cuh").read_text() + (folder / f"{name}.cu").read_text()
+
+
+def get_function(backend: CudaBackend, file: str, name: str, unit: int = 4) -> Any:
+    """Kernel `name` of `file`, compiled for elements of `unit` bytes and loaded on the backend's device."""
+    key = (backend.id, file, name, unit)
+    function = _functions.get(key)
+    if function is None:
+        with _lock, backend.current():
+            module = backend.cupy.RawModule(code=source_of(file), options=("-std=c++17", f"-DUNIT_BYTES={unit}"))
+            function = _functions[key] = module.get_function(name)
+    return function
+
+
+def warmup(device: Device = None) -> None:
+    """Compile and load everything for a device now, so that no constructor has to.
+
+    Parameters
+    ----------
+    device : None, int or str
+        As in every constructor.
+
+    Raises
+    ------
+    ValueError
+        The device is not there.
+    CaptureError
+        The device's current stream is being captured.
+    """
+    backend = get_backend(device)
+    packing.compile_all()
+    if isinstance(backend, CudaBackend):
+        for unit in (1, 2, 4, 8):
+            for name in ("apply_write", "apply_write_groups"):
+                get_function(backend, "apply_write", name, unit)
+
+
+def shape_table() -> np.ndarray:
+    """``[num_shapes, 2] int64``: warps and cells a line of each launch shape, for the packer."""
+    return np.array([(blocks * threads // 32, cells) for blocks, threads, cells in SHAPES], np.int64)
+
+
+Launcher = Callable[[int], None]
+
+
+class Targets:
+    """The tables of one apply: a base address each, on the host and (for more than one group) on the device.
+
+    `addresses` is ``[num_tables] int64``; `grouped` picks the kernel that finds them through `pointers`.
+    """
+
+    def __init__(self, backend: Backend, addresses: list[int], grouped: bool) -> None:
+        self.addresses = np.array(addresses, np.int64)
+        self.grouped = grouped
+        self.pointers = backend.array(self.addresses) if grouped else None
+        self.device_address = backend.check_array(self.pointers, "pointers") if grouped else 0
+
+    def arguments(self) -> tuple[int, ...]:
+        """The kernel's last arguments."""
+        if self.grouped:
+            return (self.device_address,)
+        return (int(self.addresses[0]), int(self.addresses[1]) if len(self.addresses) > 1 else 0)
+
+
+def make_launchers(
+    backend: Backend, unit: int, slot: Pinned, fence: tuple[Pinned, int], targets: Targets, event: Any, num_bytes: memoryview
+) -> tuple[list[Launcher], list[Any]]:
+    """One launcher for each shape, then one for each shape after a copy of the slot; and what they need kept alive.
+
+    `fence` is the block and index of the word that gets the slot's sequence; `num_bytes[0]` tells how much to copy.
+    """
+    if isinstance(backend, CudaBackend):
+        return _cuda_launchers(backend, unit, slot, fence, targets, event, num_bytes)
+    words = fence[0].array.view(np.uint64)
+
+    def make(cells: int) -> Launcher:
+        def launch(_stream: int) -> None:
+            words[fence[1]] = packing.apply_host(slot.address, cells, unit, addresses)
+
+        return launch
+
+    addresses = targets.addresses.ctypes.data
+    return [make(cells) for _, _, cells in SHAPES] * 2, [targets]
+
+
+def _cuda_launchers(
+    backend: CudaBackend,
+    unit: int,
+    slot: Pinned,
+    fence: tuple[Pinned, int],
+    targets: Targets,
+    event: Any,
+    num_bytes: memoryview,
+) -> tuple[list[Launcher], list[Any]]:
+    runtime = backend.runtime
+    function = get_function(backend, "apply_write", "apply_write_groups" if targets.grouped else "apply_write", unit)
+    twin = backend.zeros((slot.array.nbytes,), np.dtype(np.uint8))
+    scratch = backend.zeros((2,), np.dtype(np.uint64))  # the blocks' ticket; a fence word that nobody reads
+    ticket = scratch.data.ptr
+    word = fence[0].device_address + 8 * fence[1] if backend.uva else ticket + 8
+    kept: list[Any] = [slot, fence[0], targets, twin, scratch, event]
+
+    def capture(source: int, shape: tuple[int, int, int]) -> int:
+        blocks, threads, cells = shape
+        arguments = (source, np.uint32(cells), ticket, word, *targets.arguments())
+        with backend.current(), backend.setup:
+            backend.setup.begin_capture(runtime.streamCaptureModeRelaxed)
+            function((blocks,), (threads,), arguments)
+            graph = backend.setup.end_capture()
+        kept.append(graph)
+        return int(graph.graphExec)
+
+    def in_place(graph: int) -> Launcher:
+        launch_graph, record, event_ptr = runtime.graphLaunch, runtime.eventRecord, event.ptr
+
+        def launch(stream: int) -> None:
+            launch_graph(graph, stream)
+            record(event_ptr, stream)
+
+        return launch
+
+    def copied(graph: int) -> Launcher:
+        def launch(stream: int) -> None:
+            backend.copy(twin.data.ptr, slot.address, num_bytes[0], stream)
+            runtime.graphLaunch(graph, stream)
+            if not backend.uva:  # the kernel cannot write the host's word
+                backend.signal(fence[0], fence[1], int(slot.array[0]), stream)
+            runtime.eventRecord(event.ptr, stream)
+
+        return launch
+
+    uva = [in_place(capture(slot.device_address, shape)) for shape in SHAPES] if backend.uva else []
+    h2d = [copied(capture(twin.data.ptr, shape)) for shape in SHAPES]
+    return (uva or h2d) + h2d, kept

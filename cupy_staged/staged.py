@@ -1,0 +1,396 @@
+"""Tables whose rows the host changes by staged writes: one table, or many by one launch.
+
+A tensor owns its target (or holds the caller's), its write log and the path that applies it. Staging touches the host
+only; applying enqueues one launch on the stream given, else on the current stream of the tensor's device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import packing, ring, writes
+from .buffers import check_size
+from .device import Device, check_native, get_backend, host_view, require_uva
+
+CONTENTS = ("auto", "uva", "h2d")
+
+
+class StagedWriteTensor:
+    """A one- or two-dimensional table in device memory (or UVA memory), changed by staged row writes.
+
+    Parameters
+    ----------
+    size : int or (int, int)
+        ``(num_rows, row_length)``; an int is that many rows of one column.
+    dtype : dtype
+        Bool, integer, float or complex of 1 to 16 bytes, native byte order.
+    target : cupy.ndarray, optional
+        The caller's own table of that size and dtype (numpy.ndarray on the host): last dimension contiguous, any row
+        stride. By default a new one of zeros.
+    uva_instead_of_gpu : bool
+        Put the table into UVA memory: for large tables that are rarely read. Without UVA memory it goes to the device.
+    contents : {"auto", "uva", "h2d"}
+        Whether the kernel reads staged values from the slot in place, or after one asynchronous copy to the device.
+    max_concurrency : int, optional
+        Slots in the ring; see `set_default_max_concurrency`.
+    device : None, int or str
+        ``None`` is the current CUDA device, or the host where there is none.
+
+    Attributes
+    ----------
+    gpu : cupy.ndarray or numpy.ndarray
+        ``[num_rows, row_length]`` (or ``[num_rows]``), the table.
+    np : numpy.ndarray or None
+        A UVA table as the host sees it, valid once the stream is synchronized; else None.
+    num_staged : int
+        Writes staged since the last apply.
+    stats : Stats
+
+    Raises
+    ------
+    TypeError, ValueError
+        A dtype, size, target, policy or device that is not supported.
+    UvaUnavailableError
+        ``contents="uva"`` without UVA memory.
+    CaptureError
+        The current stream is being captured. The constructor returns when its own device work is done.
+
+    Examples
+    --------
+    >>> table = StagedWriteTensor((2, 4), "int32", device="host")
+    >>> table.stage_write(1, 1, [7, 8])
+    >>> table.apply_write()
+    >>> table.gpu.tolist()
+    [[0, 0, 0, 0], [0, 7, 8, 0]]
+    """
+
+    def __init__(
+        self,
+        size: int | tuple[int, ...],
+        dtype: Any,
+        *,
+        target: Any = None,
+        uva_instead_of_gpu: bool = False,
+        contents: str = "auto",
+        max_concurrency: int | None = None,
+        device: Device = None,
+    ) -> None:
+        self.shape = check_size(size, max_dims=2)
+        self.dtype = check_native(dtype)
+        if contents not in CONTENTS:
+            raise ValueError(f"contents must be one of {CONTENTS}, got {contents!r}")
+        if target is not None and uva_instead_of_gpu:
+            raise ValueError("target and uva_instead_of_gpu exclude each other: the target says where the table lies")
+        if contents == "h2d" and uva_instead_of_gpu:
+            raise ValueError("a UVA table is never fed by a copy: use contents='auto' or 'uva'")
+        self.backend = get_backend(device)
+        if contents == "uva":
+            require_uva(self.backend, "contents='uva'")
+        self.num_rows, self.row_length = self.shape[0], (self.shape + (1,))[1]
+        self.np: np.ndarray | None = None
+        if target is not None:
+            self.gpu = target
+        elif uva_instead_of_gpu and self.backend.uva:
+            block = self.backend.pinned(max(self.num_rows * self.row_length * self.dtype.itemsize, 1))
+            self.np = host_view(block, self.shape, self.dtype)
+            self.gpu = self.backend.view(block, self.shape, self.dtype)
+        else:
+            self.gpu = self.backend.zeros(self.shape, self.dtype)
+        self._table = self._table_of(self.gpu)
+        never, always = 1 << 62, 0
+        self._copy_bytes = {"uva": never, "h2d": always, "auto": never if self.np is not None else writes.COPY_BYTES}[contents]
+        self._log = writes.WriteLog(self.dtype)
+        self._users: list[tuple[weakref.ref[writes.WritePath], int]] = []  # paths that write this table, and as which group
+        self._path = self._make_path(max_concurrency)
+
+    def _make_path(self, max_concurrency: int | None) -> writes.WritePath:
+        path = writes.WritePath(
+            self.backend, self.dtype, [(self._log, 0)], [self._table], False, max_concurrency, self._copy_bytes
+        )
+        self._users.append((weakref.ref(path), 0))
+        weakref.finalize(self, ring.drop, path).atexit = False
+        return path
+
+    def _table_of(self, array: Any) -> writes.Table:
+        """Where `array` lies, after checking that it can be a target."""
+        address = self.backend.check_array(array, "target")
+        if array.shape != self.shape or array.dtype != self.dtype:
+            raise ValueError(
+                f"target must have shape {self.shape} and dtype {self.dtype}, got shape {array.shape}, dtype {array.dtype}"
+            )
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError("target must be writeable")
+        row_bytes = self.row_length * self.dtype.itemsize
+        if array.ndim == 2 and self.row_length > 1 and array.strides[1] != self.dtype.itemsize:
+            raise ValueError(f"target's last dimension must be contiguous, got strides {array.strides}")
+        stride = array.strides[0] if self.num_rows > 1 else row_bytes
+        if stride < row_bytes:
+            raise ValueError(f"target's rows overlap or run backwards: stride {stride} bytes, a row has {row_bytes}")
+        if address % min(self.dtype.itemsize, 8) or stride % min(self.dtype.itemsize, 8):
+            raise ValueError(f"target at {address:#x} with row stride {stride} is not aligned to its items")
+        return writes.Table(address, stride, array)
+
+    @property
+    def num_staged(self) -> int:
+        """Writes staged since the last apply."""
+        return self._log.header[0]  # type: ignore[no-any-return]
+
+    @property
+    def stats(self) -> ring.Stats:
+        """What this tensor's own applies have done so far."""
+        return self._path.read_stats()
+
+    def stage_write(self, index: int, start: int, x: Any) -> None:
+        """Stage the write of `x` to row `index` from column `start` on.
+
+        Parameters
+        ----------
+        index, start : int
+            Row and first column.
+        x : list, tuple, range, numpy.ndarray, array.array or iterable
+            ``[n]``, host; no values is legal wherever ``0 <= start <= row_length``. Copied: it may be changed after.
+
+        Raises
+        ------
+        IndexError
+            The write does not lie inside its row.
+        OverflowError
+            A value does not fit the dtype, or a finite one would become infinite.
+        TypeError
+            A float for an int table, complex for a real one, None, text, a device array.
+        ValueError
+            An array with more than one dimension.
+
+        Notes
+        -----
+        Where it raises, what was staged before is untouched. Nothing reaches the device before `apply_write`.
+        """
+        self._log.stage(index, start, x, self.num_rows, self.row_length)
+
+    def stage_write_elem(self, index: int, x: Any) -> None:
+        """Stage the write of the one value `x` to column 0 of row `index`; errors as `stage_write`."""
+        self._log.stage(index, 0, [x], self.num_rows, self.row_length)
+
+    def stage_writes(self, indices: Any, starts: Any, contents: Any, cu_lens: Any) -> None:
+        """Stage a batch of writes given as arrays; the fast way.
+
+        Parameters
+        ----------
+        indices, starts, cu_lens : array of int
+            ``[num_writes]``, host: row, first column, and inclusive running total of lengths; ``cu_lens[-1]`` is
+            ``len(contents)``.
+        contents : array, list or iterable
+            ``[sum of lengths]``, host.
+
+        Raises
+        ------
+        IndexError, OverflowError, TypeError, ValueError
+            As `stage_write`; ValueError also for arrays of different length and running totals that do not fit. Then
+            nothing of the batch is staged.
+        RuntimeError
+            Another thread is in a call of this tensor.
+
+        Examples
+        --------
+        >>> table = StagedWriteTensor((3, 4), "int32", device="host")
+        >>> table.stage_writes([0, 2], [1, 0], [5, 6, 7], [1, 3])
+        >>> table.apply_write()
+        >>> table.gpu.tolist()
+        [[0, 5, 0, 0], [0, 0, 0, 0], [6, 7, 0, 0]]
+        """
+        with self._path.exclusive():
+            self._log.stage_batch(indices, starts, contents, cu_lens, self.num_rows, self.row_length)
+
+    def apply_write(self, stream: Any = None, wait_for: Any = ()) -> None:
+        """Carry all staged writes into the table with one launch; the last staged wins where they overlap.
+
+        Parameters
+        ----------
+        stream : optional
+            A CuPy stream, or any object with ``__cuda_stream__``; the current stream of the tensor's device by default.
+        wait_for : stream, event or iterable of them
+            What was enqueued on them before this call is done before the kernel starts; the host does not wait.
+
+        Raises
+        ------
+        CaptureError
+            The stream, or one in `wait_for`, is being captured. Nothing was launched, and the writes stay staged.
+        ValueError, TypeError
+            A stream of another device; no stream at all.
+        RuntimeError
+            Another thread is in a call of this tensor, or the process was forked.
+        CUDARuntimeError
+            The launch failed; the writes stay staged.
+
+        Notes
+        -----
+        Returns when the launch is enqueued. Later work on the stream sees the writes; applies of one tensor are in order
+        also over streams. The host waits only where all slots are still being read.
+        """
+        self._path.apply(stream, wait_for)
+
+    def clear_staged_writes(self) -> None:
+        """Forget what is staged."""
+        with self._path.exclusive():
+            self._log.clear()
+
+    def reserve(self, num_writes: int, num_values: int) -> None:
+        """Make room for that many writes and values a step, so that no apply of that size allocates.
+
+        Raises
+        ------
+        CaptureError
+            The current stream is being captured.
+
+        Notes
+        -----
+        Returns when its device work is done; waits for slots that are still being read.
+        """
+        self._path.reserve(num_writes, num_values)
+        self._log.reserve(num_writes, num_values)
+
+    def rebind(self, array: Any) -> None:
+        """Write to `array` from the next apply on; staged writes go there too. The old target is kept while in use.
+
+        Parameters
+        ----------
+        array : cupy.ndarray
+            Of this tensor's size and dtype, last dimension contiguous (numpy.ndarray on the host).
+
+        Raises
+        ------
+        TypeError, ValueError
+            Another shape, dtype, device or layout.
+        CaptureError
+            The current stream is being captured.
+        """
+        self.backend.stream(None)
+        table = self._table_of(array)
+        for reference, group in self._users:
+            path = reference()
+            if path is not None:
+                with path.exclusive():
+                    path.set_table(group, table)
+        self._table, self.gpu, self.np = table, array, None
+
+
+class FusedStagedWriter:
+    """Applies the staged writes of many tensors with one launch.
+
+    Parameters
+    ----------
+    tensors : sequence of StagedWriteTensor
+        Of one device and item size, not sharing memory.
+    max_concurrency : int, optional
+        Slots in the ring.
+
+    Attributes
+    ----------
+    stats : Stats
+
+    Raises
+    ------
+    TypeError
+        A member is no StagedWriteTensor, or has another item size.
+    ValueError
+        No members, members on different devices, or members that share memory.
+    CaptureError
+        The current stream is being captured.
+
+    Examples
+    --------
+    >>> a = StagedWriteTensor((2, 2), "int32", device="host")
+    >>> b = StagedWriteTensor((2, 3), "int32", device="host")
+    >>> writer = FusedStagedWriter([a, b])
+    >>> a.stage_write(0, 0, [1]); b.stage_write(1, 2, [5])
+    >>> writer.apply()
+    >>> a.gpu.tolist(), b.gpu.tolist(), writer.stats.launches
+    ([[1, 0], [0, 0]], [[0, 0, 0], [0, 0, 5]], 1)
+    """
+
+    def __init__(self, tensors: Sequence[StagedWriteTensor], *, max_concurrency: int | None = None) -> None:
+        self.tensors = tuple(tensors)
+        check_members(self.tensors)
+        first = self.tensors[0]
+        copy_bytes = min(t._copy_bytes for t in self.tensors)
+        self._path = writes.WritePath(
+            first.backend,
+            first.dtype,
+            [(t._log, group) for group, t in enumerate(self.tensors)],
+            [t._table for t in self.tensors],
+            len(self.tensors) > 1,
+            max_concurrency,
+            copy_bytes,
+        )
+        for group, tensor in enumerate(self.tensors):
+            tensor._users.append((weakref.ref(self._path), group))
+        weakref.finalize(self, ring.drop, self._path).atexit = False
+
+    @property
+    def stats(self) -> ring.Stats:
+        """What this writer has done so far."""
+        return self._path.read_stats()
+
+    def apply(self, stream: Any = None, wait_for: Any = ()) -> None:
+        """Carry all staged writes of all members into their tables; as `StagedWriteTensor.apply_write`."""
+        self._path.apply(stream, wait_for)
+
+    def refresh_pointers(self, stream: Any = None) -> None:
+        """Rewrite the device's table addresses after a `rebind`, in place and in the order of `stream`.
+
+        `apply` does it where it is needed; call it where a captured graph reads the addresses before the next apply.
+
+        Raises
+        ------
+        CaptureError
+            The stream is being captured.
+        """
+        self._path.refresh_pointers(stream)
+
+    def reserve(self, num_writes: int, num_values: int) -> None:
+        """Make room for that many writes and values a step, over all members; see `StagedWriteTensor.reserve`."""
+        self._path.reserve(num_writes, num_values)
+        for tensor in self.tensors:
+            tensor._log.reserve(num_writes, num_values)
+
+
+def check_members(tensors: tuple[StagedWriteTensor, ...]) -> None:
+    """Raise where `tensors` cannot be written by one launch."""
+    if not tensors:
+        raise ValueError("tensors must name at least one StagedWriteTensor, got none")
+    if len(tensors) > packing.MAX_GROUPS:
+        raise ValueError(f"tensors must be at most {packing.MAX_GROUPS}, got {len(tensors)}")
+    for group, tensor in enumerate(tensors):
+        if not isinstance(tensor, StagedWriteTensor):
+            raise TypeError(f"tensors[{group}] must be a StagedWriteTensor, got {type(tensor).__name__}")
+        if tensor.dtype.itemsize != tensors[0].dtype.itemsize:
+            raise TypeError(
+                f"tensors[{group}] has items of {tensor.dtype.itemsize} bytes, tensors[0] of {tensors[0].dtype.itemsize}: "
+                "make one writer for each item size"
+            )
+        if tensor.backend is not tensors[0].backend:
+            raise ValueError(f"tensors[{group}] lives on another device than tensors[0]")
+        for other in range(group):
+            if share_memory(tensors[other], tensor):
+                raise ValueError(f"tensors[{other}] and tensors[{group}] share memory: their writes would have no order")
+
+
+def share_memory(a: StagedWriteTensor, b: StagedWriteTensor) -> bool:
+    """Whether two tables may have a cell in common; column slices of one array do not."""
+    if 0 in a.shape or 0 in b.shape:
+        return False
+    if b._table.address < a._table.address:
+        a, b = b, a
+    row_a, row_b = a.row_length * a.dtype.itemsize, b.row_length * b.dtype.itemsize
+    stride = a._table.stride
+    if b._table.address >= a._table.address + (a.num_rows - 1) * stride + row_a:
+        return False
+    if a.num_rows == 1:
+        return True
+    offset = (b._table.address - a._table.address) % stride
+    apart = offset >= row_a and offset + row_b <= stride
+    return not (apart and (b.num_rows == 1 or b._table.stride % stride == 0))
