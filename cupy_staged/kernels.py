@@ -79,22 +79,29 @@ Launcher = Callable[[int], None]
 
 
 class Targets:
-    """The tables of one apply: a base address each, on the host and (for more than one group) on the device.
+    """The tables of one apply: a base address and a row stride each, on the host and at a fixed place on the device.
 
-    `addresses` is ``[num_tables] int64``; `grouped` picks the kernel that finds them through `pointers`.
+    Attributes
+    ----------
+    facts : numpy.ndarray
+        ``[2, num_tables] int64``, host: addresses, then bytes from row to row.
+    device_address : int
+        Of the same array on the device, rewritten in place when a table is exchanged: captured graphs read it.
+    grouped : bool
+        Whether the apply kernel finds the tables through that array.
     """
 
-    def __init__(self, backend: Backend, addresses: list[int], grouped: bool) -> None:
-        self.addresses = np.array(addresses, np.int64)
+    def __init__(self, backend: Backend, facts: np.ndarray, grouped: bool) -> None:
+        self.facts = facts
         self.grouped = grouped
-        self.pointers = backend.array(self.addresses) if grouped else None
-        self.device_address = backend.check_array(self.pointers, "pointers") if grouped else 0
+        self.on_device = backend.array(facts)
+        self.device_address = backend.check_array(self.on_device, "facts")
 
     def arguments(self) -> tuple[int, ...]:
-        """The kernel's last arguments."""
+        """The apply kernel's last arguments."""
         if self.grouped:
             return (self.device_address,)
-        return (int(self.addresses[0]), int(self.addresses[1]) if len(self.addresses) > 1 else 0)
+        return (int(self.facts[0, 0]), int(self.facts[0, 1]) if self.facts.shape[1] > 1 else 0)
 
 
 def make_launchers(
@@ -114,7 +121,7 @@ def make_launchers(
 
         return launch
 
-    addresses = targets.addresses.ctypes.data
+    addresses = targets.facts.ctypes.data
     return [make(cells) for _, _, cells in SHAPES] * 2, [targets]
 
 

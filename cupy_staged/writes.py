@@ -336,7 +336,7 @@ class WritePath:
         self._last_ptr = -1
         self._next = 0
         self.stale = False  # a table was exchanged, the pointers on the device are old
-        self._targets = kernels.Targets(backend, [t.address for t in tables], grouped)
+        self.targets = kernels.Targets(backend, np.array([[t.address for t in tables], [t.stride for t in tables]], np.int64), grouped)
 
         desc = np.zeros(packing.SLOTS + packing.SLOT_FIELDS * num_slots, np.int64)
         self._desc = desc
@@ -353,14 +353,14 @@ class WritePath:
         words[packing.COPY_BYTES] = copy_bytes
         self._num_bytes = words[packing.NUM_BYTES : packing.NUM_BYTES + 1]
         self._sequences = [packing.SLOTS + packing.SLOT_FIELDS * i + packing.SLOT_SEQUENCE for i in range(num_slots)]
-        self._slots: list[Pinned | None] = [None] * num_slots
+        self._slots = [Pinned(np.empty(0, np.uint8), 0)] * num_slots
         self._launch: list[list[kernels.Launcher]] = [[] for _ in range(num_slots)]
         self._kept: list[list[Any]] = [[] for _ in range(num_slots)]
         self._note_tables()
         self._make_room(packing.GROW_PIECES, 0, 3 * 64)
         self._make_room(packing.GROW_TABLE, 0, 256)
         for slot in range(num_slots):
-            self._make_room(packing.GROW_SLOT, slot, FIRST_SLOT_BYTES)
+            self._make_room(packing.GROW_SLOT, slot, max(FIRST_SLOT_BYTES, self.targets.facts.nbytes))
         self.stats.growths = 0
         if backend.id is not None:
             guard_against_fork(self)
@@ -449,7 +449,7 @@ class WritePath:
                 raise ValueError(f"target at {table.address:#x} with row stride {table.stride} is not aligned to its items")
             self._groups[group, packing.GROUP_STRIDE] = table.stride // self._unit
             self._groups[group, packing.GROUP_BASE] = table.address
-            self._targets.addresses[group] = table.address
+            self.targets.facts[:, group] = table.address, table.stride
 
     def _make_room(self, what: int, slot: int, needed: int) -> None:
         """Replace what was too small by the next power of two."""
@@ -476,7 +476,7 @@ class WritePath:
     def _launchers(self, slot: int, block: Pinned) -> tuple[list[kernels.Launcher], list[Any]]:
         fence = (self._fences.block, 8 * slot)
         return kernels.make_launchers(
-            self.backend, self._unit, block, fence, self._targets, self._event, self._num_bytes
+            self.backend, self._unit, block, fence, self.targets, self._event, self._num_bytes
         )
 
     def exclusive(self) -> contextlib.AbstractContextManager[Any]:
@@ -498,23 +498,19 @@ class WritePath:
             if blocks > self._words[packing.TABLE_CAPACITY]:
                 self._make_room(packing.GROW_TABLE, 0, blocks)
             for slot, block in enumerate(self._slots):
-                if block is None or needed > block.array.nbytes:
+                if needed > block.array.nbytes:
                     if self._done[8 * slot] != self._words[self._sequences[slot]]:
                         self._wait(slot)
                     self._make_room(packing.GROW_SLOT, slot, needed)
 
     def set_table(self, group: int, table: Table) -> None:
         """Go over to another table for `group`, from the next apply on; the old one is retired. Called exclusively."""
-        ring.retire(self.marks(), (self.tables, list(self._kept), self._targets))
+        ring.retire(self.marks(), (self.tables, list(self._kept)))
         self.tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
-        if self._targets.grouped:
-            self._note_tables()
-            self.stale = True
-            return
-        self._targets = kernels.Targets(self.backend, [t.address for t in self.tables], False)
         self._note_tables()
-        for slot, block in enumerate(self._slots):  # graphs hold the address: made anew
-            if block is not None:
+        self.stale = True
+        if not self.targets.grouped:  # graphs hold the address: made anew
+            for slot, block in enumerate(self._slots):
                 self._launch[slot], self._kept[slot] = self._launchers(slot, block)
         ring.sweep()
 
@@ -528,21 +524,15 @@ class WritePath:
     def _refresh(self, stream: Any) -> None:
         slot = self._next
         block = self._slots[slot]
-        if block is None or self._targets.pointers is None:
-            self.stale = False
-            return
         if self._done[8 * slot] != self._words[self._sequences[slot]]:
             self._wait(slot)
-        addresses = self._targets.addresses
-        if addresses.nbytes > block.array.nbytes:
-            self._make_room(packing.GROW_SLOT, slot, addresses.nbytes)
-            return self._refresh(stream)
-        block.array[: addresses.nbytes] = addresses.view(np.uint8)
+        facts = self.targets.facts
+        block.array[: facts.nbytes] = facts.reshape(-1).view(np.uint8)
         sequence = self._words[self._sequences[slot]] % 255 + 1
         self._words[self._sequences[slot]] = sequence
         self._last, self._last_stream, self._last_ptr = slot, stream, stream.ptr
         self._next = (slot + 1) % len(self._slots)
-        self.backend.copy(self._targets.device_address, block.address, addresses.nbytes, stream.ptr)
+        self.backend.copy(self.targets.device_address, block.address, facts.nbytes, stream.ptr)
         self.backend.signal(self._fences.block, 8 * slot, sequence, stream.ptr)
         self.backend.record(self._event, stream.ptr)
         self.stale = False
