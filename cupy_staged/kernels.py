@@ -20,6 +20,13 @@ from .device import Backend, CudaBackend, Device, Pinned, get_backend
 # applies: one warp, one bus read. 32 cells hold 31 short writes or runs; 2 cells hold one tile of a long write.
 SHAPES = ((1, 32, 32), (8, 128, 32), (64, 128, 32), (264, 128, 32), (8, 128, 2), (32, 128, 2), (264, 128, 2))
 
+# The kernels of a step, and the blocks (of STEP_THREADS) they start: few where there is little to do, as an idle block
+# still draws a ticket.
+STEP_KERNELS = ("fetch_step", "prepare_step", "prepare_step_by_value")
+STEP_GRIDS = (132, 528)
+STEP_THREADS = 128
+FETCH_THREADS = 256
+
 _functions: dict[tuple[int, str, str, int], Any] = {}
 _lock = threading.Lock()
 
@@ -68,6 +75,8 @@ def warmup(device: Device = None) -> None:
         for unit in (1, 2, 4, 8):
             for name in ("apply_write", "apply_write_groups"):
                 get_function(backend, "apply_write", name, unit)
+        for name in STEP_KERNELS:
+            get_function(backend, "block_tables", name)
 
 
 def shape_table() -> np.ndarray:
@@ -174,3 +183,77 @@ def _cuda_launchers(
     uva = [in_place(capture(slot.device_address, shape)) for shape in SHAPES] if backend.uva else []
     h2d = [copied(capture(twin.data.ptr, shape)) for shape in SHAPES]
     return (uva or h2d) + h2d, kept
+
+
+def make_step_launchers(
+    backend: Backend, slot: Pinned, twin: int, scratch: int, fence: tuple[Pinned, int], num_bytes: memoryview
+) -> tuple[list[Launcher], list[Any]]:
+    """Make the launchers of one step slot, in the order of `packing.note_step`, and say what they need kept alive.
+
+    `twin` is the address of the slot's copy on the device, `scratch` that of two words there (the blocks' ticket, and a
+    fence word that nobody reads), `fence` as in `make_launchers`; `num_bytes[0]` tells how much of the slot is used.
+    """
+    if not isinstance(backend, CudaBackend):
+        words = fence[0].array.view(np.uint64)
+
+        def on_host(_stream: int) -> None:
+            words[fence[1]] = packing.prepare_host(slot.address)
+
+        return [on_host] * packing.STEP_SHAPES, []
+
+    runtime = backend.runtime
+    fetch = get_function(backend, "block_tables", "fetch_step")
+    prepare = get_function(backend, "block_tables", "prepare_step")
+    word = fence[0].device_address + 8 * fence[1] if backend.uva else scratch + 8
+    graphs: list[Any] = []
+
+    def capture(num_cells: int, blocks: int) -> int:
+        with backend.current(), backend.setup:
+            backend.setup.begin_capture(runtime.streamCaptureModeRelaxed)
+            if num_cells:
+                fetch_blocks = min(-(-num_cells // FETCH_THREADS), STEP_GRIDS[0])
+                fetch((fetch_blocks,), (FETCH_THREADS,), (slot.device_address, twin, np.uint64(num_cells)))
+            prepare((blocks,), (STEP_THREADS,), (twin, scratch, word))
+            graph = backend.setup.end_capture()
+        graphs.append(graph)
+        return int(graph.graphExec)
+
+    def fetched(graph: int) -> Launcher:
+        launch_graph = runtime.graphLaunch
+
+        def launch(stream: int) -> None:
+            launch_graph(graph, stream)
+
+        return launch
+
+    def copied(graph: int) -> Launcher:
+        def launch(stream: int) -> None:
+            backend.copy(twin, slot.address, num_bytes[0], stream)
+            runtime.graphLaunch(graph, stream)
+            backend.signal(fence[0], fence[1], int(slot.array[0]), stream)
+
+        return launch
+
+    if not backend.uva:
+        return [copied(capture(0, blocks)) for blocks in STEP_GRIDS] * (packing.STEP_SHAPES // len(STEP_GRIDS)), graphs
+    sizes = [min(size, slot.array.nbytes) for size in (*packing.FETCH_BYTES, slot.array.nbytes)]
+    return [fetched(capture(size // 16, blocks)) for size in sizes for blocks in STEP_GRIDS], graphs
+
+
+def make_step_recorder(backend: Backend, descriptor: np.ndarray) -> Callable[[int, int], None]:
+    """Make a function that launches a step from `descriptor` (host), by value: what a capture takes up.
+
+    It is called with the number of the grid (0 or 1) and a stream. The descriptor may change when it returns.
+    """
+    if not isinstance(backend, CudaBackend):
+        return lambda _grid, _stream: None  # the host captures nothing
+    from cupy_backends.cuda.api import driver
+
+    with backend.current():
+        function = get_function(backend, "block_tables", "prepare_step_by_value").kernel.ptr
+    params = np.array([descriptor.ctypes.data], np.uint64)
+
+    def launch(grid: int, stream: int) -> None:
+        driver.launchKernel(function, STEP_GRIDS[grid], 1, 1, STEP_THREADS, 1, 1, 0, stream, params.ctypes.data, 0)
+
+    return launch

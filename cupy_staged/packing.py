@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -71,8 +72,10 @@ def copy(_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-# A write log's header, int64 each: counts, addresses, and the counts that the last pack took.
-LOG_WRITES, LOG_VALUES, LOG_RECORDS, LOG_CONTENTS, LOG_LAST_WRITES, LOG_LAST_VALUES, LOG_FIELDS = 0, 1, 2, 3, 4, 5, 6
+# A write log's header, int64 each: counts, addresses, the counts that the last pack took, capacities, and whether any two
+# writes can overlap (a log that rules it out saves the packer a look).
+LOG_WRITES, LOG_VALUES, LOG_RECORDS, LOG_CONTENTS, LOG_LAST_WRITES, LOG_LAST_VALUES = 0, 1, 2, 3, 4, 5
+LOG_MAX_WRITES, LOG_MAX_VALUES, LOG_MAY_OVERLAP, LOG_FIELDS = 6, 7, 8, 9
 # One record of a log: group, row, start, length.
 RECORD_BYTES = 32
 
@@ -84,14 +87,15 @@ SHAPES, NUM_SHAPES = 11, 12  # launch shapes: (warps, cells a line) each
 COPY_BYTES = 13  # slots of at least this many bytes are copied to the device first
 NUM_BYTES, NEED = 14, 15  # results: bytes used in the slot; what was missing
 TOTAL_LAUNCHES, TOTAL_WRITES, TOTAL_VALUES, TOTAL_BYTES, TOTAL_COPIES = 16, 17, 18, 19, 20
-SLOTS, SLOT_FIELDS = 24, 3
-SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE = 0, 1, 2
+NUM_SLOTS, NEXT_SLOT, LAST_SLOT = 21, 22, 23  # the ring; LAST_SLOT is of the last pack
+SLOTS, SLOT_FIELDS = 24, 4
+SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
 
 # A group: units between rows, base address, end of its last write (scratch).
 GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_FIELDS = 0, 1, 2, 3
 
-# What `pack` returns when it is not the number of a launch shape.
-NOTHING, GROW_SLOT, GROW_TABLE, GROW_PIECES, TORN = -1, -2, -3, -4, -5
+# What `pack` returns when it is not the number of a launcher.
+NOTHING, GROW_SLOT, GROW_TABLE, GROW_PIECES, TORN, BUSY = -1, -2, -3, -4, -5, -6
 
 MAX_GROUPS = 4095  # 12 bits of a cell
 INLINE_BYTES = 64  # longer writes go as runs: an inline value costs twice its bytes on the bus, a run 1.2 us of latency
@@ -239,26 +243,35 @@ def _gather(desc: int) -> int:
     for g in range(load(desc + 8 * NUM_GROUPS)):
         store(groups + 8 * (GROUP_FIELDS * g + GROUP_END), 0)
 
-    pieces = load(desc + 8 * PIECES)
+    piece = load(desc + 8 * PIECES)
     count, blocks, ascending = 0, 0, True
     for i in range(load(desc + 8 * NUM_LOGS)):
         log, first_group = load(logs + 16 * i), load(logs + 16 * i + 8)
-        records, values = load(log + 8 * LOG_RECORDS), load(log + 8 * LOG_CONTENTS)
+        record, values = load(log + 8 * LOG_RECORDS), load(log + 8 * LOG_CONTENTS)
+        may_overlap = load(log + 8 * LOG_MAY_OVERLAP) != 0
         end_values = values + load(log + 8 * LOG_VALUES) * unit * scale
-        for w in range(load(log + 8 * LOG_WRITES)):
-            record = records + RECORD_BYTES * w
+        facts, stride, of_group = 0, 0, -1  # of the group at hand
+        for _ in range(load(log + 8 * LOG_WRITES)):
             units = load(record + 24) * scale
-            if units == 0:
-                continue
-            group = load(record) + first_group
-            facts = groups + 8 * GROUP_FIELDS * group
-            offset = load(record + 8) * load(facts + 8 * GROUP_STRIDE) + load(record + 16) * scale
-            if offset < load(facts + 8 * GROUP_END):
-                ascending = False
-            store(facts + 8 * GROUP_END, offset + units)
-            blocks += ((offset & 63) + units + 63) >> 6
-            count = _put_piece(pieces, count, group, offset, offset + units, values)
-            values += units * unit
+            if units > 0:
+                group = load(record) + first_group
+                if group != of_group:
+                    facts, of_group = groups + 8 * GROUP_FIELDS * group, group
+                    stride = load(facts + 8 * GROUP_STRIDE)
+                offset = load(record + 8) * stride + load(record + 16) * scale
+                if may_overlap:
+                    if offset < load(facts + 8 * GROUP_END):
+                        ascending = False
+                    store(facts + 8 * GROUP_END, offset + units)
+                    blocks += ((offset & 63) + units + 63) >> 6
+                store(piece, group)
+                store(piece + 8, offset)
+                store(piece + 16, units)
+                store(piece + 24, values)
+                piece += PIECE_BYTES
+                count += 1
+                values += units * unit
+            record += RECORD_BYTES
         if values != end_values:
             return TORN
     if not ascending:
@@ -286,12 +299,12 @@ def _take(desc: int) -> None:
 
 
 @_jit
-def pack(desc: int, slot: int) -> int:
-    """Lay all staged writes out in slot number `slot`; returns the number of the launch shape, or a code below 0.
+def pack(desc: int) -> int:
+    """Lay all staged writes out in the next slot; returns the number of the launcher to call, or a code below 0.
 
-    `slot` is free (its fence has passed). On success it has a new sequence, the logs are empty (and know what was taken),
-    NUM_BYTES is set and the totals have grown; otherwise nothing changed but scratch, and NEED says how much of what was
-    missing. A shape number at or past NUM_SHAPES means the same shape after a copy of the slot to the device.
+    A slot whose fence has not passed is BUSY. On success the slot has a new sequence, the logs are empty (and know what
+    was taken), NUM_BYTES is set and the totals have grown; otherwise nothing changed but scratch, and NEED says how much
+    of what was missing. Launchers come by slot: one for each shape, then one for each shape after a copy of the slot.
     """
     num_pieces = _gather(desc)
     if num_pieces == 0:  # only writes of no values
@@ -299,6 +312,10 @@ def pack(desc: int, slot: int) -> int:
         return NOTHING
     if num_pieces < 0:
         return num_pieces
+    slot = load(desc + 8 * NEXT_SLOT)
+    state = desc + 8 * (SLOTS + SLOT_FIELDS * slot)
+    if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE):
+        return BUSY
     unit, pieces, groups = load(desc + 8 * UNIT), load(desc + 8 * PIECES), load(desc + 8 * GROUPS)
 
     # How much there is: inline cells, runs, and the tiles that runs are cut into.
@@ -332,7 +349,6 @@ def pack(desc: int, slot: int) -> int:
             shape, warps = s, load(shapes + 16 * s)
     line_bytes = 16 * cells_per_line
     at = max(lines, warps) * line_bytes  # contents begin here
-    state = desc + 8 * (SLOTS + SLOT_FIELDS * slot)
     if at + run_bytes + 32 * num_runs > load(state + 8 * SLOT_CAPACITY):
         store(desc + 8 * NEED, at + run_bytes + 32 * num_runs)
         return GROW_SLOT
@@ -388,10 +404,13 @@ def pack(desc: int, slot: int) -> int:
     store(desc + 8 * TOTAL_LAUNCHES, load(desc + 8 * TOTAL_LAUNCHES) + 1)
     store(desc + 8 * TOTAL_BYTES, load(desc + 8 * TOTAL_BYTES) + at)
     store(state + 8 * SLOT_SEQUENCE, sequence)
+    store(desc + 8 * LAST_SLOT, slot)
+    store(desc + 8 * NEXT_SLOT, slot + 1 if slot + 1 < load(desc + 8 * NUM_SLOTS) else 0)
+    launcher = 2 * load(desc + 8 * NUM_SHAPES) * slot + shape
     if at >= load(desc + 8 * COPY_BYTES):
         store(desc + 8 * TOTAL_COPIES, load(desc + 8 * TOTAL_COPIES) + 1)
-        return shape + load(desc + 8 * NUM_SHAPES)
-    return shape
+        launcher += load(desc + 8 * NUM_SHAPES)
+    return launcher
 
 
 @_jit
@@ -421,42 +440,38 @@ ROW_OUTSIDE, START_OUTSIDE, LENGTHS_WRONG = 1, 2, 3
 
 @_jit
 def check_batch(
-    log: int, rows: int, starts: int, cu_lens: int, num_writes: int, num_contents: int, num_rows: int, row_length: int
+    record: int, rows: Any, starts: Any, cu_lens: Any, num_contents: int, num_rows: int, row_length: int
 ) -> int:
-    """Check a batch and note it behind the log's last record; the log's counts stay, so nothing is staged yet.
+    """Check a batch and note it from address `record` on, behind the log's last one; nothing is staged yet.
 
-    Returns -1, or `code << 48 | index of the first bad write`. `rows`, `starts`, `cu_lens` are int64 arrays.
+    Returns -1, or `code << 48 | index of the first bad write`. `rows`, `starts`, `cu_lens` are ``[n] int64`` arrays.
     """
-    record = load(log + 8 * LOG_RECORDS) + RECORD_BYTES * load(log + 8 * LOG_WRITES)
     before = 0
-    for w in range(num_writes):
-        row, start, total = load(rows + 8 * w), load(starts + 8 * w), load(cu_lens + 8 * w)
+    for w in range(np.uint64(len(rows))):  # unsigned: no look for negative indices
+        row, start, total = rows[w], starts[w], cu_lens[w]
         if row < 0 or row >= num_rows:
-            return (ROW_OUTSIDE << 48) | w
+            return (ROW_OUTSIDE << 48) | np.int64(w)
         if total < before or total > num_contents:
-            return (LENGTHS_WRONG << 48) | w
+            return (LENGTHS_WRONG << 48) | np.int64(w)
         if start < 0 or start > row_length - (total - before):
-            return (START_OUTSIDE << 48) | w
-        store(record, 0)
-        store(record + 8, row)
-        store(record + 16, start)
-        store(record + 24, total - before)
-        record += RECORD_BYTES
+            return (START_OUTSIDE << 48) | np.int64(w)
+        record = _put_record(record, 0, row, start, total - before)
         before = total
     if before != num_contents:
-        return (LENGTHS_WRONG << 48) | num_writes
+        return (LENGTHS_WRONG << 48) | len(rows)
     return -1
 
 
-# What `append` is told, int64 each: sizes, addresses of [groups, max_num_reqs] arrays, and the batch.
-A_GROUPS, A_MAX_REQS, A_LOG = 0, 1, 2
-A_COUNTS, A_STAMPS, A_EPOCH = 3, 4, 5  # int32 blocks a request has; int64 (epoch, place in the log) of its staged count
-A_WIDTHS, A_FACTORS = 6, 7  # int64 a group: kernel blocks a row, kernel blocks a KV block
-A_OLD = 8  # int64 scratch a (write, group): counts to go back to
+# What `append` is told, int64 each: sizes, addresses of [groups, max_num_reqs] arrays, the batch, and scratch.
+A_GROUPS, A_MAX_REQS, A_LOG, A_MAX_FACTOR = 0, 1, 2, 3
+A_COUNTS, A_STAMPS, A_EPOCH = 4, 5, 6  # int32 blocks a request has; int64 (epoch, place) of its count in the log, and epoch of its ids
+A_WIDTHS, A_FACTORS = 7, 8  # int64 a group: kernel blocks a row, kernel blocks a KV block
 A_ROWS, A_ROW_BYTES, A_OVERWRITE, A_OVERWRITE_STEP = 9, 10, 11, 12  # request rows; a byte each, or one for all
-A_INPUTS, A_BAD_GROUP, A_FIELDS = 13, 14, 15  # a group: address and item size of ids, address and item size of totals
-INPUT_FIELDS = 4
-BLOCK_OVERFLOW = 4
+A_INPUTS, A_BAD_GROUP, A_NEED_VALUES = 13, 14, 15
+A_OLD, A_OLD_CAPACITY = 16, 17  # int64 a (write, group): counts to go back to
+A_ONE, A_IDS, A_FIELDS = 18, 19, 20  # one request: int64 row, flag, then a length a group; its int32 ids back to back
+IDS, IDS_BYTES, TOTALS, TOTALS_BYTES, NUM_IDS, INPUT_FIELDS = 0, 1, 2, 3, 4, 5  # a group's part of a batch
+BLOCK_OVERFLOW, NO_ROOM = 4, 5
 
 
 @_jit
@@ -466,10 +481,44 @@ def _load_item(address: int, item_bytes: int) -> int:
 
 
 @_jit
+def _any_id_outside(ids: int, ids_bytes: int, num_ids: int, factor: int) -> bool:
+    """Whether a KV block id, expanded to `factor` kernel blocks, leaves int32."""
+    if ids_bytes == 4 and factor == 1:
+        return False
+    for i in range(num_ids):
+        b = _load_item(ids + ids_bytes * i, ids_bytes)
+        if b > (0x7FFFFFFF - (factor - 1)) // factor or b < -(0x80000000 // factor):
+            return True
+    return False
+
+
+@_jit
+def append_one(desc: int, row: int, overwrite: int) -> int:
+    """As `append`, for one request whose ids and lengths lie in the scratch of `desc`."""
+    one, ids, inputs = load(desc + 8 * A_ONE), load(desc + 8 * A_IDS), load(desc + 8 * A_INPUTS)
+    store(one, row)
+    store(one + 8, overwrite)
+    store(desc + 8 * A_ROWS, one)
+    store(desc + 8 * A_ROW_BYTES, 8)
+    store(desc + 8 * A_OVERWRITE, one + 8)
+    store(desc + 8 * A_OVERWRITE_STEP, 0)
+    for g in range(load(desc + 8 * A_GROUPS)):
+        given, length = inputs + 8 * INPUT_FIELDS * g, load(one + 16 + 8 * g)
+        store(given + 8 * IDS, ids)
+        store(given + 8 * IDS_BYTES, 4)
+        store(given + 8 * TOTALS, one + 16 + 8 * g)
+        store(given + 8 * TOTALS_BYTES, 8)
+        store(given + 8 * NUM_IDS, length)
+        ids += 4 * length
+    return append(desc, 1)
+
+
+@_jit
 def append(desc: int, num_writes: int) -> int:
     """Stage new block ids of all groups for `num_writes` requests, and the counts that they lead to; all or nothing.
 
-    Returns -1, or `code << 48 | index of the first bad write`, with A_BAD_GROUP set. Room in the log was made before.
+    Returns -1, or `code << 48 | index of the first bad write`, with A_BAD_GROUP set. NO_ROOM asks for room in the log for
+    twice the (write, group) pairs and A_NEED_VALUES values, and for scratch.
     """
     groups, max_reqs, log = load(desc + 8 * A_GROUPS), load(desc + 8 * A_MAX_REQS), load(desc + 8 * A_LOG)
     counts, old = load(desc + 8 * A_COUNTS), load(desc + 8 * A_OLD)
@@ -478,110 +527,334 @@ def append(desc: int, num_writes: int) -> int:
     overwrites, overwrite_step = load(desc + 8 * A_OVERWRITE), load(desc + 8 * A_OVERWRITE_STEP)
     inputs = load(desc + 8 * A_INPUTS)
 
-    # First all checks, with the counts moving on (a row may come more than once) and the old ones noted.
-    bad, done = -1, 0
+    num_ids = 0
+    for g in range(groups):
+        given = inputs + 8 * INPUT_FIELDS * g
+        totals, totals_bytes, before = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES), 0
+        store(desc + 8 * A_BAD_GROUP, g)
+        for w in range(num_writes):
+            total = _load_item(totals + totals_bytes * w, totals_bytes)
+            if total < before:
+                return (LENGTHS_WRONG << 48) | w
+            before = total
+        if before != load(given + 8 * NUM_IDS):
+            return (LENGTHS_WRONG << 48) | num_writes
+        num_ids += before
+    pairs = num_writes * groups
+    store(desc + 8 * A_NEED_VALUES, num_ids * load(desc + 8 * A_MAX_FACTOR) + pairs)
+    if (
+        load(log + 8 * LOG_WRITES) + 2 * pairs > load(log + 8 * LOG_MAX_WRITES)
+        or load(log + 8 * LOG_VALUES) + load(desc + 8 * A_NEED_VALUES) > load(log + 8 * LOG_MAX_VALUES)
+        or pairs > load(desc + 8 * A_OLD_CAPACITY)
+    ):
+        return NO_ROOM << 48
+
+    # All checks, with the counts moving on (a row may come more than once) and the old ones noted.
     for w in range(num_writes):
         row = _load_item(rows + row_bytes * w, row_bytes)
         if row < 0 or row >= max_reqs:
-            bad = (ROW_OUTSIDE << 48) | w
-            break
-        overwrite = load8(overwrites + overwrite_step * w)
-        for g in range(groups):
-            given = inputs + 8 * INPUT_FIELDS * g
-            cu, cu_bytes = load(given + 16), load(given + 24)
-            before = 0 if w == 0 else _load_item(cu + cu_bytes * (w - 1), cu_bytes)
-            total = _load_item(cu + cu_bytes * w, cu_bytes)
-            factor, count = load(factors + 8 * g), counts + 4 * (max_reqs * g + row)
-            had = load32(count)
-            has = (0 if overwrite else had) + (total - before) * factor
-            if has > load(widths + 8 * g):
-                bad = (START_OUTSIDE << 48) | w
-            else:
-                ids, ids_bytes = load(given), load(given + 8)
-                for i in range(before, total):
-                    b = _load_item(ids + ids_bytes * i, ids_bytes)
-                    if b * factor + factor - 1 > 0x7FFFFFFF or b * factor < -0x80000000:
-                        bad = (BLOCK_OVERFLOW << 48) | w
-                        break
-            if bad >= 0:
-                store(desc + 8 * A_BAD_GROUP, g)
-                break
-            store(old + 8 * done, had)
-            store32(count, has)
-            done += 1
+            return (ROW_OUTSIDE << 48) | w
+    done = old
+    for g in range(groups):
+        given = inputs + 8 * INPUT_FIELDS * g
+        totals, totals_bytes = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES)
+        width, factor, counts_here, before = load(widths + 8 * g), load(factors + 8 * g), counts + 4 * max_reqs * g, 0
+        bad = -1
+        if _any_id_outside(load(given + 8 * IDS), load(given + 8 * IDS_BYTES), load(given + 8 * NUM_IDS), factor):
+            bad = (BLOCK_OVERFLOW << 48) | num_writes
+        else:
+            for w in range(num_writes):
+                count = counts_here + 4 * _load_item(rows + row_bytes * w, row_bytes)
+                total = _load_item(totals + totals_bytes * w, totals_bytes)
+                had = load32(count)
+                has = (total - before) * factor
+                if load8(overwrites + overwrite_step * w) == 0:
+                    has += had
+                if has > width:
+                    bad = (START_OUTSIDE << 48) | w
+                    break
+                store(done, had)
+                store32(count, has)
+                done, before = done + 8, total
         if bad >= 0:
-            break
-    if bad >= 0:
-        for d in range(done - 1, -1, -1):
-            w, g = d // groups, d % groups
-            row = _load_item(rows + row_bytes * w, row_bytes)
-            store32(counts + 4 * (max_reqs * g + row), load(old + 8 * d))
-        return bad
+            store(desc + 8 * A_BAD_GROUP, g)
+            while done > old:
+                done -= 8
+                w = (done - old) // 8
+                row = _load_item(rows + row_bytes * (w % num_writes), row_bytes)
+                store32(counts + 4 * (max_reqs * (w // num_writes) + row), load(done))
+            return bad
 
     # Then the records: nothing can go wrong any more.
     if load(log + 8 * LOG_WRITES) == 0:
         store(desc + 8 * A_EPOCH, load(desc + 8 * A_EPOCH) + 1)
+        store(log + 8 * LOG_MAY_OVERLAP, 0)
     epoch, stamps = load(desc + 8 * A_EPOCH), load(desc + 8 * A_STAMPS)
-    staged, values = load(log + 8 * LOG_WRITES), load(log + 8 * LOG_VALUES)
-    records, contents = load(log + 8 * LOG_RECORDS), load(log + 8 * LOG_CONTENTS)
-    done = 0
-    for w in range(num_writes):
-        row = _load_item(rows + row_bytes * w, row_bytes)
-        overwrite = load8(overwrites + overwrite_step * w)
-        for g in range(groups):
-            given = inputs + 8 * INPUT_FIELDS * g
-            cu, cu_bytes, ids, ids_bytes = load(given + 16), load(given + 24), load(given), load(given + 8)
-            before = 0 if w == 0 else _load_item(cu + cu_bytes * (w - 1), cu_bytes)
-            total = _load_item(cu + cu_bytes * w, cu_bytes)
-            factor = load(factors + 8 * g)
-            start = 0 if overwrite else load(old + 8 * done)
-            done += 1
+    record = load(log + 8 * LOG_RECORDS) + RECORD_BYTES * load(log + 8 * LOG_WRITES)
+    contents, values = load(log + 8 * LOG_CONTENTS), load(log + 8 * LOG_VALUES)
+    for g in range(groups):
+        given = inputs + 8 * INPUT_FIELDS * g
+        totals, totals_bytes = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES)
+        factor, stamps_here, old_here = load(factors + 8 * g), stamps + 24 * max_reqs * g, old + 8 * num_writes * g
+        before = 0
+        for w in range(num_writes):
+            total = _load_item(totals + totals_bytes * w, totals_bytes)
             if total > before:
-                staged = _put_record(records, staged, g, row, start, (total - before) * factor)
-                for i in range(before, total):
-                    b = _load_item(ids + ids_bytes * i, ids_bytes) * factor
-                    for k in range(factor):
-                        store32(contents + 4 * values, b + k)
-                        values += 1
-            elif not overwrite:
-                continue  # nothing new
-            count = start + (total - before) * factor
-            stamp = stamps + 16 * (max_reqs * g + row)
-            if load(stamp) != epoch:
-                store(stamp, epoch)
-                store(stamp + 8, values)
-                staged = _put_record(records, staged, groups, g, row, 1)
-                values += 1
-            store32(contents + 4 * load(stamp + 8), count)
+                row, start = _load_item(rows + row_bytes * w, row_bytes), load(old_here + 8 * w)
+                stamp = stamps_here + 24 * row
+                if load8(overwrites + overwrite_step * w) != 0:
+                    start = 0
+                    if load(stamp + 16) == epoch:  # over ids that are staged already
+                        store(log + 8 * LOG_MAY_OVERLAP, 1)
+                store(stamp + 16, epoch)
+                record = _put_record(record, g, row, start, (total - before) * factor)
+                before = total
+        _expand_ids(contents + 4 * values, load(given + 8 * IDS), load(given + 8 * IDS_BYTES), before, factor)
+        values += before * factor
+        before = 0
+        for w in range(num_writes):
+            total, overwrite = _load_item(totals + totals_bytes * w, totals_bytes), load8(overwrites + overwrite_step * w)
+            if total > before or overwrite != 0:
+                row = _load_item(rows + row_bytes * w, row_bytes)
+                stamp = stamps_here + 24 * row
+                if load(stamp) != epoch:
+                    store(stamp, epoch)
+                    store(stamp + 8, values)
+                    record = _put_record(record, groups, g, row, 1)
+                    values += 1
+                has = load(old_here + 8 * w) if overwrite == 0 else 0
+                store32(contents + 4 * load(stamp + 8), has + (total - before) * factor)
+                before = total
     store(log + 8 * LOG_VALUES, values)
-    store(log + 8 * LOG_WRITES, staged)
+    store(log + 8 * LOG_WRITES, (record - load(log + 8 * LOG_RECORDS)) // RECORD_BYTES)
     return -1
 
 
 @_jit
-def _put_record(records: int, index: int, group: int, row: int, start: int, length: int) -> int:
-    record = records + RECORD_BYTES * index
+def _expand_ids(to: int, ids: int, ids_bytes: int, num_ids: int, factor: int) -> None:
+    """Write KV block ids as the kernel blocks that they are."""
+    if ids_bytes == 4 and factor == 1:
+        copy(to, ids, 4 * num_ids)
+        return
+    for i in range(num_ids):
+        first = _load_item(ids + ids_bytes * i, ids_bytes) * factor
+        for k in range(factor):
+            store32(to, first + k)
+            to += 4
+
+
+@_jit
+def _put_record(record: int, group: int, row: int, start: int, length: int) -> int:
     store(record, group)
     store(record + 8, row)
     store(record + 16, start)
     store(record + 24, length)
-    return index + 1
+    return record + RECORD_BYTES
+
+
+# The descriptor of one step, as in `kernels/block_tables.cu`: int64 each.
+S_SEQUENCE, S_IDX, S_STARTS, S_POSITIONS, S_NUM_REQS, S_NUM_ROWS, S_NUM_POSITIONS = 0, 1, 2, 3, 4, 5, 6
+S_SLOTS, S_SLOTS_STRIDE, S_SLOTS_LENGTH, S_GATHERED = 7, 8, 9, 10
+S_TARGETS, S_FACTS, S_CHUNKS, S_NUM_GROUPS, S_NUM_TABLES, S_MAX_REQS, S_NUM_CHUNKS = 11, 12, 13, 14, 15, 16, 17
+S_FIRST_GROUP, S_OUT, OUT_GROUPS = 18, 19, 16
+STEP_BYTES = 288  # rounded up to 16: inputs of the host lie behind it
+# Facts of a group, int64 each; the width is that of a chunk of a gathered row.
+F_SPAN, F_RANKS, F_RANK, F_INTERLEAVE, F_SPLIT, F_KERNEL_BLOCK, F_COLUMNS, F_WIDTH, F_FIELDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
+GATHER_COLUMNS, GROUPS_PER_UNIT = 512, 4
+
+# What a step is told and tells, int64 each: constants of the descriptor (S_TARGETS to S_NUM_CHUNKS), then the ring. A
+# slot has its address, that of the device's copy of it, its sequence, and the address of its fence word. Behind the ring
+# comes one slot that is not fenced: the descriptor that goes by value.
+P_CONSTANTS, P_NUM_SLOTS, P_NEXT, P_BYTES, P_BAD, P_SMALL_UNITS, P_SLOTS, P_SLOT_FIELDS = 0, 7, 8, 9, 10, 11, 12, 4
+# Launchers of a slot: by bytes to fetch, each for few and for many units.
+FETCH_BYTES = (4096, 32768)
+STEP_SHAPES = 6
+# What is wrong with a step's host arrays.
+WRONG_COUNT, NOT_RISING, TOO_FEW_POSITIONS, TOO_MANY_TOKENS = -11, -12, -13, -14
 
 
 @_jit
-def check_totals(cu: int, cu_bytes: int, num_writes: int, num_ids: int) -> int:
-    """-1 if the running totals rise from 0 or more to `num_ids`; else the index of the first that does not fit."""
-    before = 0
-    for w in range(num_writes):
-        total = _load_item(cu + cu_bytes * w, cu_bytes)
-        if total < before or total > num_ids:
-            return w
-        before = total
-    return -1 if before == num_ids else num_writes
+def note_step(
+    desc: int, direct: int, idx: int, starts: int, positions: int, num_reqs: int, num_rows: int, num_positions: int,
+    slots: int, slots_stride: int, slots_length: int, gathered: int, num_bytes: int,
+) -> int:
+    """Write a step's descriptor into the next slot, or, `direct`, into the one behind the ring.
+
+    `idx` to `gathered` are as in the descriptor: addresses are the device's. Returns the number of the launcher, or BUSY.
+    """
+    num_slots = load(desc + 8 * P_NUM_SLOTS)
+    slot = num_slots if direct else load(desc + 8 * P_NEXT)
+    state = desc + 8 * (P_SLOTS + P_SLOT_FIELDS * slot)
+    step, sequence = load(state), load(state + 16)
+    if not direct:
+        if load(load(state + 24)) != sequence:
+            return BUSY
+        sequence = sequence % 255 + 1
+        store(state + 16, sequence)
+        store(desc + 8 * P_NEXT, (slot + 1) % num_slots)
+    store(step + 8 * S_SEQUENCE, sequence)
+    store(step + 8 * S_IDX, idx)
+    store(step + 8 * S_STARTS, starts)
+    store(step + 8 * S_POSITIONS, positions)
+    store(step + 8 * S_NUM_REQS, num_reqs)
+    store(step + 8 * S_NUM_ROWS, num_rows)
+    store(step + 8 * S_NUM_POSITIONS, num_positions)
+    store(step + 8 * S_SLOTS, slots)
+    store(step + 8 * S_SLOTS_STRIDE, slots_stride)
+    store(step + 8 * S_SLOTS_LENGTH, slots_length)
+    store(step + 8 * S_GATHERED, gathered)
+    copy(step + 8 * S_TARGETS, desc + 8 * P_CONSTANTS, 8 * 7)
+    store(desc + 8 * P_BYTES, num_bytes)
+    groups, chunks = load(step + 8 * S_NUM_GROUPS), load(step + 8 * S_NUM_CHUNKS)
+    units = (slots_length + 31) // 32 * ((groups + GROUPS_PER_UNIT - 1) // GROUPS_PER_UNIT) + num_rows * chunks
+    fetch = 0 if num_bytes <= FETCH_BYTES[0] else 1 if num_bytes <= FETCH_BYTES[1] else 2
+    return STEP_SHAPES * slot + 2 * fetch + (0 if units <= load(desc + 8 * P_SMALL_UNITS) else 1)
+
+
+@_jit
+def pack_step(
+    desc: int, idx: Any, starts: Any, positions: Any, num_rows: int, num_tokens: int,
+    slots: int, slots_stride: int, slots_length: int, gathered: int,
+) -> int:
+    """Check a step's host arrays and lay them out behind the descriptor in the next slot.
+
+    `starts` and `positions` are ignored where no slots are mapped. Returns as `note_step`, or what is wrong with the
+    arrays; then nothing was taken.
+    """
+    num_reqs, num_positions, before = len(idx), 0, 0
+    if slots_length > 0:
+        if len(starts) != num_reqs + 1:
+            return WRONG_COUNT
+        for i in range(num_reqs + 1):
+            if starts[i] < before:
+                store(desc + 8 * P_BAD, i)
+                return NOT_RISING
+            before = starts[i]
+        num_positions = before
+        if num_positions > len(positions):
+            return TOO_FEW_POSITIONS
+        if num_positions > num_tokens:
+            return TOO_MANY_TOKENS
+    at_starts = STEP_BYTES + (4 * num_reqs + 15 & ~15)
+    at_positions = at_starts + (4 * num_reqs + 19 & ~15)
+    state = desc + 8 * (P_SLOTS + P_SLOT_FIELDS * load(desc + 8 * P_NEXT))
+    if load(load(state + 24)) != load(state + 16):
+        return BUSY
+    step, twin = load(state), load(state + 8)
+    copy(step + STEP_BYTES, idx.ctypes.data, 4 * num_reqs)
+    if slots_length > 0:
+        copy(step + at_starts, starts.ctypes.data, 4 * (num_reqs + 1))
+        copy(step + at_positions, positions.ctypes.data, 8 * num_positions)
+    return note_step(
+        desc, 0, twin + STEP_BYTES, twin + at_starts, twin + at_positions, num_reqs, num_rows, num_positions,
+        slots, slots_stride, slots_length, gathered, at_positions + 8 * num_positions,
+    )
+
+
+@_jit
+def _slot_of(step: int, group: int, row: int, position: int) -> int:
+    """Where the KV of a request's token goes in a group, or -1; `row` lies inside the table."""
+    facts = load(step + 8 * S_FACTS) + 8 * F_FIELDS * group
+    span, ranks, interleave = load(facts + 8 * F_SPAN), load(facts + 8 * F_RANKS), load(facts + 8 * F_INTERLEAVE)
+    kv_column, offset = position // span, position % span
+    if kv_column >= load(facts + 8 * F_COLUMNS):
+        return -1
+    if ranks > 1:
+        turn = offset // interleave
+        if turn % ranks != load(facts + 8 * F_RANK):
+            return -1
+        offset = turn // ranks * interleave + offset % interleave
+    kernel_block = load(facts + 8 * F_KERNEL_BLOCK)
+    column = kv_column * load(facts + 8 * F_SPLIT) + offset // kernel_block
+    targets, num_tables = load(step + 8 * S_TARGETS), load(step + 8 * S_NUM_TABLES)
+    counts = load(targets + 8 * (num_tables - 1))
+    if column >= load32(counts + 4 * (group * load(step + 8 * S_MAX_REQS) + row)):
+        return -1
+    block = load32(load(targets + 8 * group) + row * load(targets + 8 * (num_tables + group)) + 4 * column)
+    return block * kernel_block + offset % kernel_block if block >= 0 else -1
+
+
+@_jit
+def prepare_host(step: int) -> int:
+    """Do what the kernel does with a step's descriptor; returns its sequence."""
+    idx, starts, positions = load(step + 8 * S_IDX), load(step + 8 * S_STARTS), load(step + 8 * S_POSITIONS)
+    num_reqs, max_reqs = load(step + 8 * S_NUM_REQS), load(step + 8 * S_MAX_REQS)
+    targets, num_tables = load(step + 8 * S_TARGETS), load(step + 8 * S_NUM_TABLES)
+    slots, stride, length = load(step + 8 * S_SLOTS), load(step + 8 * S_SLOTS_STRIDE), load(step + 8 * S_SLOTS_LENGTH)
+    for group in range(load(step + 8 * S_NUM_GROUPS)):
+        to = slots + 8 * stride * group
+        token = 0
+        for i in range(num_reqs if length > 0 else 0):
+            row, begin, end = load32(idx + 4 * i), load32(starts + 4 * i), load32(starts + 4 * (i + 1))
+            while token < begin:
+                store(to + 8 * token, -1)
+                token += 1
+            while token < end:
+                position = load(positions + 8 * token)
+                known = row >= 0 and row < max_reqs and position >= 0
+                store(to + 8 * token, _slot_of(step, group, row, position) if known else -1)
+                token += 1
+        while token < length:
+            store(to + 8 * token, -1)
+            token += 1
+    gathered, chunks = load(step + 8 * S_GATHERED), load(step + 8 * S_CHUNKS)
+    for c in range(load(step + 8 * S_NUM_CHUNKS)):
+        chunk = load(chunks + 8 * c)
+        group, first = chunk >> 40, chunk & 0xFFFFFFFFFF
+        width = load(load(step + 8 * S_FACTS) + 8 * (F_FIELDS * group + F_WIDTH))
+        table, row_bytes = load(targets + 8 * group), load(targets + 8 * (num_tables + group))
+        own = step + 8 * (S_OUT + group - load(step + 8 * S_FIRST_GROUP))
+        to = load(gathered + 8 * group) if gathered else load(own)
+        for i in range(load(step + 8 * S_NUM_ROWS)):
+            row = load32(idx + 4 * i) if i < num_reqs else -1
+            owned = 0
+            if row >= 0 and row < max_reqs:
+                owned = load32(load(targets + 8 * (num_tables - 1)) + 4 * (group * max_reqs + row))
+            for column in range(first, min(first + GATHER_COLUMNS, width)):
+                block = load32(table + row * row_bytes + 4 * column) if column < owned else 0
+                store32(to + 4 * (i * width + column), max(block, 0))
+    return load(step)
+
+
+@_jit
+def append_batch(desc: int, rows: Any, ids: Any, totals: Any) -> int:
+    """As `append`, from an array of rows and a tuple of arrays each of ids and totals; -2 - g where totals g are too few."""
+    inputs = load(desc + 8 * A_INPUTS)
+    store(desc + 8 * A_ROWS, rows.ctypes.data)
+    store(desc + 8 * A_ROW_BYTES, 8)
+    for g in range(len(ids)):
+        if len(totals[g]) != len(rows):
+            return -2 - g
+        given = inputs + 8 * INPUT_FIELDS * g
+        store(given + 8 * IDS, ids[g].ctypes.data)
+        store(given + 8 * IDS_BYTES, 4)
+        store(given + 8 * TOTALS, totals[g].ctypes.data)
+        store(given + 8 * TOTALS_BYTES, 8)
+        store(given + 8 * NUM_IDS, len(ids[g]))
+    return append(desc, len(rows))
+
+
+_INTS = types.Array(types.int64, 1, "C")
 
 
 def compile_all() -> None:
     """Compile, or load from the disk cache, every function that Python calls; later calls compile nothing."""
-    for function, num_args in ((pack, 2), (apply_host, 4), (check_batch, 8), (append, 2), (check_totals, 4)):
-        if not function.signatures:
-            function.compile((types.int64,) * num_args)
+    word = types.int64
+    _compile(pack, word)
+    _compile(apply_host, *[word] * 4)
+    _compile(check_batch, word, _INTS, _INTS, _INTS, word, word, word)
+
+
+def compile_appends(num_groups: int) -> None:
+    """Compile what stages block ids of `num_groups` groups."""
+    word = types.int64
+    _compile(append_one, *[word] * 3)
+    ids = types.UniTuple(types.Array(types.int32, 1, "C"), num_groups)
+    _compile(append_batch, word, _INTS, ids, types.UniTuple(_INTS, num_groups))
+
+
+def _compile(function: Any, *arguments: Any) -> None:
+    if arguments not in function.signatures:
+        function.disable_compile(False)
+        function.compile(arguments)
+        function.disable_compile()  # a call with other types raises TypeError

@@ -6,6 +6,7 @@ only; applying enqueues one launch on the stream given, else on the current stre
 
 from __future__ import annotations
 
+import struct
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -137,7 +138,7 @@ class StagedWriteTensor:
     @property
     def num_staged(self) -> int:
         """Writes staged since the last apply."""
-        return self._log.header[0]  # type: ignore[no-any-return]
+        return self._log.at // packing.RECORD_BYTES
 
     @property
     def stats(self) -> ring.Stats:
@@ -169,11 +170,29 @@ class StagedWriteTensor:
         -----
         Where it raises, what was staged before is untouched. Nothing reaches the device before `apply_write`.
         """
-        self._log.stage(index, start, x, self.num_rows, self.row_length)
+        log = self._log
+        if type(x) is not list or log.format is None:
+            x = writes.convert(x, self.dtype)
+        length = len(x)
+        if not (0 <= index < self.num_rows and 0 <= start <= self.row_length - length):
+            writes.refuse(index, start, length, self.num_rows, self.row_length)
+        at, end = log.at, log.end
+        if at == log.max_at or end + length > log.max_end:
+            log.reserve(at // packing.RECORD_BYTES + 1, end + length)
+        try:
+            if length == 1 and log.items is not None:
+                log.items[end] = x[0]
+            else:
+                log.put_values(x, end)
+            log.put_record(log.records, at, 0, index, start, length)
+        except (struct.error, OverflowError, TypeError, ValueError):
+            writes.explain(x, self.dtype, index, start)
+        log.end = end + length
+        log.at = at + packing.RECORD_BYTES
 
     def stage_write_elem(self, index: int, x: Any) -> None:
         """Stage the write of the one value `x` to column 0 of row `index`; errors as `stage_write`."""
-        self._log.stage(index, 0, [x], self.num_rows, self.row_length)
+        self.stage_write(index, 0, [x])
 
     def stage_writes(self, indices: Any, starts: Any, contents: Any, cu_lens: Any) -> None:
         """Stage a batch of writes given as arrays; the fast way.
@@ -202,7 +221,7 @@ class StagedWriteTensor:
         >>> table.gpu.tolist()
         [[0, 5, 0, 0], [0, 0, 0, 0], [6, 7, 0, 0]]
         """
-        with self._path.exclusive():
+        with self._path.entered():
             self._log.stage_batch(indices, starts, contents, cu_lens, self.num_rows, self.row_length)
 
     def apply_write(self, stream: Any = None, wait_for: Any = ()) -> None:
@@ -235,7 +254,7 @@ class StagedWriteTensor:
 
     def clear_staged_writes(self) -> None:
         """Forget what is staged."""
-        with self._path.exclusive():
+        with self._path.entered():
             self._log.clear()
 
     def reserve(self, num_writes: int, num_values: int) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,7 +24,9 @@ COPY_BYTES = 1 << 62  # "auto" for a device table: docs/performance.md has the m
 FIRST_SLOT_BYTES = 1 << 15
 SLACK = 16  # the packer reads whole 8-byte words past the last value
 
-# What struct can pack; it checks kind and range of each value, and is the fastest way measured from a list.
+# What struct can pack; it checks kind and range of each value, and is the fastest way measured from a list. Only the
+# standard formats ("=") refuse a finite number that would become infinite.
+_INT64 = np.dtype(np.int64)
 _FORMATS = {np.dtype(c): c for c in "bBhHiIqQefd"}
 
 
@@ -63,11 +66,12 @@ def convert(values: Any, dtype: np.dtype) -> np.ndarray | list[Any] | tuple[Any,
 
 def _array_of(values: Any, dtype: np.dtype) -> np.ndarray:
     """A list as an array, for the dtypes that struct does not know (bool, complex)."""
-    try:
-        found = np.array(values) if len(values) else np.empty(0, dtype)
-    except ValueError:
-        raise TypeError(f"values must be numbers, got a nested list for {dtype}") from None
-    return found
+    for position, value in enumerate(values):
+        if isinstance(value, (str, bytes)) or not isinstance(value, (numbers.Number, np.generic)):
+            raise TypeError(f"value {value!r} at position {position} cannot go into a table of {dtype}")
+    if dtype.kind == "c":  # a Python int may be larger than any integer dtype
+        values = [value if isinstance(value, np.generic) else complex(value) for value in values]  # type: ignore[call-overload]
+    return np.array(values) if len(values) else np.empty(0, dtype)
 
 
 def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -76,7 +80,7 @@ def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if kind == "O":
         values = _array_of(values.tolist(), dtype)
         kind = values.dtype.kind
-        if kind == "O" and all(isinstance(v, int) for v in values.tolist()):
+        if kind == "O":  # ints beyond 64 bits
             raise OverflowError(f"a value does not fit {dtype}")
     order = "biufc"
     if kind not in order:
@@ -101,110 +105,97 @@ def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return cast
 
 
-def _explain(values: Any, dtype: np.dtype) -> NoReturn:
-    """Say which value of a list struct refused, and why."""
+def explain(values: Any, dtype: np.dtype, row: Any = 0, start: Any = 0) -> NoReturn:
+    """Say which value of a list was refused, and why; else it was `row` or `start`."""
     for position, value in enumerate(values):
         try:
-            struct.pack(_FORMATS[dtype], value)
+            struct.pack("=" + _FORMATS[dtype], value)
         except OverflowError:
             raise OverflowError(f"value {value!r} at position {position} does not fit {dtype}") from None
         except struct.error:
-            if dtype.kind in "iu" and hasattr(value, "__index__"):
+            if hasattr(value, "__index__"):
                 raise OverflowError(f"value {value!r} at position {position} does not fit {dtype}") from None
             raise TypeError(f"value {value!r} at position {position} cannot go into a table of {dtype}") from None
-    raise TypeError(f"values cannot go into a table of {dtype}")
+    raise TypeError(f"row and start must be ints, got {row!r} and {start!r}")
 
 
 def pack_values(values: Any, dtype: np.dtype, into: Any, at: int) -> None:
     """Write a list, tuple or range into the bytes of `into` from element `at` on, checking every value."""
     try:
-        struct.pack_into(f"{len(values)}{_FORMATS[dtype]}", into, at * dtype.itemsize, *values)
+        struct.pack_into(f"={len(values)}{_FORMATS[dtype]}", into, at * dtype.itemsize, *values)
     except (struct.error, OverflowError):
-        _explain(values, dtype)
+        explain(values, dtype)
 
 
 class WriteLog:
     """Writes staged since the last apply: records of (group, row, start, length), and their values back to back.
 
+    Whoever stages moves `at` and `end` last, so that a failed call leaves nothing behind. The header, which the packer
+    reads and empties, gets them at apply; a log that jitted code fills (`jitted`) counts in the header alone.
+
     Attributes
     ----------
+    at, end : int
+        Bytes of records and number of values staged; `max_at` and `max_end` are the capacities.
+    records, contents : memoryview
+        Bytes of both.
+    items : memoryview or None
+        The values as integers, for one assignment without struct; None for other kinds.
     header : memoryview
-        int64: writes, values, and where both arrays lie. The packer reads it and sets both counts to 0; whoever stages
-        adds to them last, so that a failed call leaves nothing behind.
-    address : int
-        Of the header.
+        int64: see `packing`.
     """
 
-    def __init__(self, dtype: np.dtype) -> None:
+    __slots__ = (
+        "address", "at", "contents", "dtype", "end", "format", "header", "itemsize", "items", "jitted", "max_at", "max_end",
+        "put_record", "records", "values", "_arrays",
+    )  # fmt: skip
+
+    def __init__(self, dtype: np.dtype, jitted: bool = False) -> None:
         self.dtype = dtype
+        self.itemsize = dtype.itemsize
         self.format = _FORMATS.get(dtype)
-        self._one = struct.Struct(self.format).pack_into if self.format else None
-        self._record = struct.Struct("4q").pack_into
+        self.jitted = jitted
+        self.put_record = struct.Struct("4q").pack_into
         header = np.zeros(packing.LOG_FIELDS, np.int64)
-        self._header = header
+        self._arrays: dict[str, np.ndarray] = {"header": header}
         self.header = memoryview(header)  # type: ignore[arg-type]
+        self.header[packing.LOG_MAY_OVERLAP] = 1
         self.address = header.ctypes.data
-        self.num_writes = 0  # capacities
-        self.num_values = 0
+        self.at = self.end = self.max_at = self.max_end = 0
+        self.items: memoryview | None = None
         self.reserve(64, 1024)
 
     def reserve(self, num_writes: int, num_values: int) -> None:
         """Make room for that many writes and values in all, keeping what is staged."""
-        if num_writes > self.num_writes:
-            records = np.zeros(ring.grown_size(num_writes) * packing.RECORD_BYTES, np.uint8)
-            used = self.header[packing.LOG_WRITES] * packing.RECORD_BYTES
-            if used:
-                records[:used] = self._records[:used]
-            self._records = records
+        if num_writes * packing.RECORD_BYTES > self.max_at:
+            size = ring.grown_size(num_writes)
+            records = self._regrow("records", size * packing.RECORD_BYTES, self.max_at)
             self.records = memoryview(records)  # type: ignore[arg-type]
-            self.header[packing.LOG_RECORDS] = records.ctypes.data
-            self.num_writes = ring.grown_size(num_writes)
-        if num_values > self.num_values:
+            self.header[packing.LOG_RECORDS], self.header[packing.LOG_MAX_WRITES] = records.ctypes.data, size
+            self.max_at = size * packing.RECORD_BYTES
+        if num_values > self.max_end:
             size = ring.grown_size(num_values)
-            contents = np.zeros(size * self.dtype.itemsize + SLACK, np.uint8)
-            used = self.header[packing.LOG_VALUES] * self.dtype.itemsize
-            if used:
-                contents[:used] = self._contents[:used]
-            self._contents = contents
+            contents = self._regrow("contents", size * self.itemsize + SLACK, self.max_end * self.itemsize)
             self.contents = memoryview(contents)  # type: ignore[arg-type]
-            self.values = contents[: size * self.dtype.itemsize].view(self.dtype)
-            self.header[packing.LOG_CONTENTS] = contents.ctypes.data
-            self.num_values = size
+            self.values = contents[: size * self.itemsize].view(self.dtype)
+            if self.dtype.kind in "iu":
+                self.items = memoryview(self.values)  # type: ignore[arg-type]
+            self.header[packing.LOG_CONTENTS], self.header[packing.LOG_MAX_VALUES] = contents.ctypes.data, size
+            self.max_end = size
+
+    def _regrow(self, name: str, nbytes: int, used: int) -> np.ndarray:
+        grown = np.zeros(nbytes, np.uint8)
+        if used:
+            grown[:used] = self._arrays[name][:used]
+        self._arrays[name] = grown
+        return grown
 
     def put_values(self, values: Any, at: int) -> None:
-        """Convert `values` (from `convert`) into the log from value `at` on; the counts stay."""
+        """Convert `values` (from `convert`) into the log from value `at` on."""
         if isinstance(values, np.ndarray):
             self.values[at : at + len(values)] = values
         else:
             pack_values(values, self.dtype, self.contents, at)
-
-    def stage(self, row: int, start: int, values: Any, num_rows: int, row_length: int) -> None:
-        """Note one write of group 0, after checking it; nothing changes where it raises."""
-        if type(values) is not list:
-            values = convert(values, self.dtype)
-        elif self.format is None:
-            values = convert(values, self.dtype)
-        length = len(values)
-        if not (0 <= row < num_rows and 0 <= start <= row_length - length):
-            refuse(row, start, length, num_rows, row_length)
-        header = self.header
-        num_writes = header[0]
-        num_values = header[1]
-        if num_writes == self.num_writes or num_values + length > self.num_values:
-            self.reserve(num_writes + 1, num_values + length)
-        if length == 1 and self._one is not None:
-            try:
-                self._one(self.contents, num_values * self.dtype.itemsize, values[0])
-            except (struct.error, OverflowError):
-                _explain(values, self.dtype)
-        else:
-            self.put_values(values, num_values)
-        try:
-            self._record(self.records, num_writes * 32, 0, row, start, length)
-        except struct.error:
-            raise TypeError(f"row and start must be ints, got {row!r} and {start!r}") from None
-        header[1] = num_values + length
-        header[0] = num_writes + 1
 
     def stage_batch(
         self, rows: Any, starts: Any, contents: Any, cu_lens: Any, num_rows: int, row_length: int
@@ -218,14 +209,13 @@ class WriteLog:
                 f"indices, starts and cu_lens must have one length, got {len(rows)}, {len(starts)} and {len(cu_lens)}"
             )
         values = convert(contents, self.dtype)
-        num_writes, num_values = self.header[0], self.header[1]
-        self.reserve(num_writes + len(rows), num_values + len(values))
+        at, end = self.at, self.end
+        self.reserve(at // packing.RECORD_BYTES + len(rows), end + len(values))
         bad = packing.check_batch(
-            self.address,
-            rows.ctypes.data,
-            starts.ctypes.data,
-            cu_lens.ctypes.data,
-            len(rows),
+            self.header[packing.LOG_RECORDS] + at,
+            rows,
+            starts,
+            cu_lens,
             len(values),
             num_rows,
             row_length,
@@ -239,19 +229,20 @@ class WriteLog:
                     f"after {before} at write {w}"
                 )
             refuse(int(rows[w]), int(starts[w]), int(cu_lens[w]) - before, num_rows, row_length, f"write {w}: ")
-        self.put_values(values, num_values)
-        self.header[1] = num_values + len(values)
-        self.header[0] = num_writes + len(rows)
+        self.put_values(values, end)
+        self.end = end + len(values)
+        self.at = at + packing.RECORD_BYTES * len(rows)
 
     def clear(self) -> None:
         """Forget what is staged."""
-        self.header[0] = 0
-        self.header[1] = 0
+        self.at = self.end = self.header[packing.LOG_WRITES] = self.header[packing.LOG_VALUES] = 0
 
     def restore(self) -> None:
         """Stage again what the last pack took."""
-        self.header[0] = self.header[packing.LOG_LAST_WRITES]
-        self.header[1] = self.header[packing.LOG_LAST_VALUES]
+        header = self.header
+        header[packing.LOG_WRITES], header[packing.LOG_VALUES] = header[packing.LOG_LAST_WRITES], header[packing.LOG_LAST_VALUES]
+        if not self.jitted:
+            self.at, self.end = packing.RECORD_BYTES * header[packing.LOG_WRITES], header[packing.LOG_VALUES]
 
 
 def refuse(row: int, start: int, length: int, num_rows: int, row_length: int, which: str = "") -> NoReturn:
@@ -267,6 +258,8 @@ def refuse(row: int, start: int, length: int, num_rows: int, row_length: int, wh
 
 def as_int64(values: Any, name: str) -> np.ndarray:
     """`values` as a contiguous ``[n] int64`` array; TypeError for anything but ints, ValueError for other shapes."""
+    if type(values) is np.ndarray and values.dtype is _INT64 and values.strides == (8,) and values.flags.writeable:
+        return values
     if hasattr(values, "__cuda_array_interface__"):
         raise TypeError(f"{name} must lie on the host, got a device array")
     found = np.asarray(values)
@@ -278,7 +271,12 @@ def as_int64(values: Any, name: str) -> np.ndarray:
         raise ValueError(f"{name} must have one dimension, got shape {found.shape}")
     if found.dtype == np.uint64 and found.size and int(found.max()) > np.iinfo(np.int64).max:
         raise OverflowError(f"{name} holds {found.max()}, which does not fit int64")
-    return np.ascontiguousarray(found, np.int64)
+    return np.require(found, np.int64, "CAW")  # as the jitted functions take it
+
+
+def no_launch(_stream: int) -> None:
+    """Stands where no launcher was made yet."""
+    raise RuntimeError("this slot has no launcher")
 
 
 class Table:
@@ -324,18 +322,17 @@ class WritePath:
         self.backend = backend
         self.lock = threading.Lock()
         self.stats = ring.Stats(slots=num_slots)
-        self._logs = logs
+        self._logs = [log for log, _ in logs]
+        self._counted = [log for log in self._logs if not log.jitted]
         self.tables = tables
         self._unit = min(dtype.itemsize, 8)
         self._itemsize = dtype.itemsize
         self._event = backend.new_event()
         self._fences = ring.FenceWords(backend, num_slots, self.stats)
         self._done = self._fences.words
-        self._last = 0  # slot and stream of the last launch
-        self._last_stream: Any = None
+        self._last_stream: Any = None  # of the last launch; kept, so that its address is not given to another
         self._last_ptr = -1
-        self._next = 0
-        self.stale = False  # a table was exchanged, the pointers on the device are old
+        self._stale = False  # a table was exchanged, the addresses on the device are old
         self.targets = kernels.Targets(backend, np.array([[t.address for t in tables], [t.stride for t in tables]], np.int64), grouped)
 
         desc = np.zeros(packing.SLOTS + packing.SLOT_FIELDS * num_slots, np.int64)
@@ -352,9 +349,12 @@ class WritePath:
         words[packing.SHAPES], words[packing.NUM_SHAPES] = self._shapes.ctypes.data, len(self._shapes)
         words[packing.COPY_BYTES] = copy_bytes
         self._num_bytes = words[packing.NUM_BYTES : packing.NUM_BYTES + 1]
-        self._sequences = [packing.SLOTS + packing.SLOT_FIELDS * i + packing.SLOT_SEQUENCE for i in range(num_slots)]
+        words[packing.NUM_SLOTS] = num_slots
+        self._slot_fields = [packing.SLOTS + packing.SLOT_FIELDS * slot for slot in range(num_slots)]
+        for slot, at in enumerate(self._slot_fields):
+            words[at + packing.SLOT_DONE] = self._fences.block.address + 64 * slot
         self._slots = [Pinned(np.empty(0, np.uint8), 0)] * num_slots
-        self._launch: list[list[kernels.Launcher]] = [[] for _ in range(num_slots)]
+        self._launch: list[kernels.Launcher] = [no_launch] * (num_slots * 2 * len(kernels.SHAPES))
         self._kept: list[list[Any]] = [[] for _ in range(num_slots)]
         self._note_tables()
         self._make_room(packing.GROW_PIECES, 0, 3 * 64)
@@ -370,7 +370,7 @@ class WritePath:
     def apply(self, stream: Any = None, wait_for: Any = ()) -> None:
         """Carry all staged writes into their tables, on `stream` or the device's current one; does not wait for it."""
         if not self.lock.acquire(False):
-            self._refuse()
+            self.refuse()
         try:
             if self.backend.elsewhere():
                 with self.backend.current():
@@ -387,60 +387,83 @@ class WritePath:
             for event in self.backend.events_of(wait_for):
                 self.backend.wait_event(ptr, event)
         if ptr != self._last_ptr:
-            self._order(ptr)
-        if self.stale:
-            self._refresh(stream)
-        slot = self._next
-        if self._done[8 * slot] != self._words[self._sequences[slot]]:
-            self._wait(slot)
-        shape = packing.pack(self._address, slot)
-        while shape < 0:
-            if shape == packing.NOTHING:
-                return
-            self._make_room(shape, slot, self._words[packing.NEED])
-            shape = packing.pack(self._address, slot)
+            self._switch(stream)
+        packed = self._words[packing.TOTAL_LAUNCHES]
         try:
-            self._last_stream, self._last_ptr = stream, ptr
-            self._launch[slot][shape](ptr)
+            for log in self._counted:
+                header = log.header
+                header[0] = log.at >> 5  # LOG_WRITES, LOG_VALUES
+                header[1] = log.end
+            launcher = packing.pack(self._address)
+            if launcher < 0:
+                launcher = self._make_way(launcher)
+            if launcher >= 0:
+                self._launch[launcher](ptr)
+            for log in self._counted:
+                log.at = log.end = 0
         except BaseException:
-            self._recover(slot, stream)
+            if self._words[packing.TOTAL_LAUNCHES] != packed:
+                self._recover(stream)
             raise
-        finally:
-            self._last = slot
-        self._next = slot + 1 if slot + 1 < len(self._slots) else 0
 
     # -- what happens now and then -----------------------------------------------------------------------------------
 
-    def _refuse(self) -> NoReturn:
+    def refuse(self) -> NoReturn:
+        """Say why a call may not enter."""
         if is_forked_child():
             raise RuntimeError("CUDA was in use when this process was forked: make new objects in a spawned process")
         raise RuntimeError("this object is in use by another thread: give each thread its own, or lock around the calls")
 
     def marks(self) -> list[tuple[memoryview, int, int]]:
         """The fences of everything that this path has launched."""
-        return [(self._done, 8 * slot, self._words[at]) for slot, at in enumerate(self._sequences)]
+        return [(self._done, 8 * slot, self._sequence(slot)) for slot in range(len(self._slots))]
+
+    def _sequence(self, slot: int) -> int:
+        """What the fence word of `slot` will be once its last reader is done."""
+        return self._words[self._slot_fields[slot] + packing.SLOT_SEQUENCE]
 
     def _wait(self, slot: int) -> None:
-        self._fences.wait(slot, self._words[self._sequences[slot]], self._last_stream)
+        """Wait until nobody reads `slot`."""
+        if self._done[8 * slot] != self._sequence(slot):
+            self._fences.wait(slot, self._sequence(slot), self._last_stream)
 
-    def _order(self, ptr: int) -> None:
-        """Let work on stream `ptr` start after the last launch, which went to another stream."""
-        if self._done[8 * self._last] != self._words[self._sequences[self._last]]:
-            self.backend.wait_event(ptr, self._event)
+    def _switch(self, stream: Any) -> None:
+        """Go over to another stream: let its work start after the last launch."""
+        last = self._words[packing.LAST_SLOT]
+        if self._last_stream is not None and self._done[8 * last] != self._sequence(last):
+            self.backend.wait_event(stream.ptr, self._event)
+        if self._stale:
+            self._refresh(stream)
+        self._last_stream, self._last_ptr = stream, stream.ptr
 
-    def _recover(self, slot: int, stream: Any) -> None:
+    def _make_way(self, code: int) -> int:
+        """Do what the packer asks for until it has packed, or has nothing to pack."""
+        while code < 0 and code != packing.NOTHING:
+            slot = self._words[packing.NEXT_SLOT]
+            if code == packing.BUSY:
+                self._wait(slot)
+            elif code == packing.TORN:
+                raise RuntimeError("staged writes are torn: two threads staged at once; clear_staged_writes() and stage again")
+            else:
+                self._make_room(code, slot, self._words[packing.NEED])
+            code = packing.pack(self._address)
+        return code
+
+    def _recover(self, stream: Any) -> None:
         """After a launch that raised: find out whether it ran all the same, and if not, stage its writes again."""
+        slot = self._words[packing.LAST_SLOT]
         with contextlib.suppress(Exception):  # the first error is the one to show
-            for _ in range(1000):
-                if self.backend.check_health(stream):
-                    break
-                time.sleep(1e-3)
-        at = self._sequences[slot]
-        if self._done[8 * slot] != self._words[at]:
-            self._words[at] = self._done[8 * slot]
-            for log, _ in self._logs:
-                log.restore()
-            self._words[packing.TOTAL_LAUNCHES] -= 1
+            while not self.backend.check_health(stream):
+                time.sleep(1e-4)
+        if self._done[8 * slot] == self._sequence(slot):
+            for log in self._counted:
+                log.at = log.end = 0
+            return
+        self._words[self._slot_fields[slot] + packing.SLOT_SEQUENCE] = self._done[8 * slot]
+        self._words[packing.NEXT_SLOT] = slot
+        self._words[packing.TOTAL_LAUNCHES] -= 1
+        for log in self._logs:
+            log.restore()
 
     def _note_tables(self) -> None:
         """Tell the packer and the kernels where the tables are."""
@@ -453,8 +476,6 @@ class WritePath:
 
     def _make_room(self, what: int, slot: int, needed: int) -> None:
         """Replace what was too small by the next power of two."""
-        if what == packing.TORN:
-            raise RuntimeError("staged writes are torn: two threads staged on one object at once; stage again")
         size = ring.grown_size(needed)
         if what == packing.GROW_PIECES:
             self._pieces = np.zeros(size * packing.PIECE_BYTES, np.uint8)
@@ -467,21 +488,28 @@ class WritePath:
             ring.sweep()
             block = self.backend.pinned(size)  # the slot is free: what it replaces has no reader left
             self._slots[slot] = block
-            self._launch[slot], self._kept[slot] = self._launchers(slot, block)
-            at = packing.SLOTS + packing.SLOT_FIELDS * slot
+            self._make_launchers(slot)
+            at = self._slot_fields[slot]
             self._words[at + packing.SLOT_ADDRESS], self._words[at + packing.SLOT_CAPACITY] = block.address, size
             self.stats.growths += 1
             self.stats.host_allocations += 1
 
-    def _launchers(self, slot: int, block: Pinned) -> tuple[list[kernels.Launcher], list[Any]]:
+    def _make_launchers(self, slot: int) -> None:
         fence = (self._fences.block, 8 * slot)
-        return kernels.make_launchers(
-            self.backend, self._unit, block, fence, self.targets, self._event, self._num_bytes
+        launchers, self._kept[slot] = kernels.make_launchers(
+            self.backend, self._unit, self._slots[slot], fence, self.targets, self._event, self._num_bytes
         )
+        self._launch[slot * len(launchers) : (slot + 1) * len(launchers)] = launchers
 
-    def exclusive(self) -> contextlib.AbstractContextManager[Any]:
+    def entered(self) -> _Entered:
+        """Keep other threads out."""
+        return _Entered(self)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
         """Keep other threads out, and make the device current."""
-        return _Exclusive(self)
+        with self.entered(), self.backend.current():
+            yield
 
     def reserve(self, num_writes: int, num_values: int) -> None:
         """Make slots and scratch large enough for that many writes and values in one apply."""
@@ -499,8 +527,7 @@ class WritePath:
                 self._make_room(packing.GROW_TABLE, 0, blocks)
             for slot, block in enumerate(self._slots):
                 if needed > block.array.nbytes:
-                    if self._done[8 * slot] != self._words[self._sequences[slot]]:
-                        self._wait(slot)
+                    self._wait(slot)
                     self._make_room(packing.GROW_SLOT, slot, needed)
 
     def set_table(self, group: int, table: Table) -> None:
@@ -508,34 +535,30 @@ class WritePath:
         ring.retire(self.marks(), (self.tables, list(self._kept)))
         self.tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
         self._note_tables()
-        self.stale = True
+        self._stale, self._last_ptr = True, -1  # the next apply goes by `_switch`
         if not self.targets.grouped:  # graphs hold the address: made anew
-            for slot, block in enumerate(self._slots):
-                self._launch[slot], self._kept[slot] = self._launchers(slot, block)
+            for slot in range(len(self._slots)):
+                self._make_launchers(slot)
         ring.sweep()
 
     def refresh_pointers(self, stream: Any = None) -> None:
-        """Rewrite the device's array of table addresses in place, in the order of `stream`."""
+        """Rewrite the device's table addresses in place, in the order of `stream`."""
         with self.exclusive():
-            stream = self.backend.stream(stream)
-            self._order(stream.ptr)
-            self._refresh(stream)
+            self._stale = True
+            self._switch(self.backend.stream(stream))
 
     def _refresh(self, stream: Any) -> None:
-        slot = self._next
-        block = self._slots[slot]
-        if self._done[8 * slot] != self._words[self._sequences[slot]]:
-            self._wait(slot)
-        facts = self.targets.facts
+        slot, facts = self._words[packing.NEXT_SLOT], self.targets.facts
+        self._wait(slot)
+        block, at = self._slots[slot], self._slot_fields[slot] + packing.SLOT_SEQUENCE
         block.array[: facts.nbytes] = facts.reshape(-1).view(np.uint8)
-        sequence = self._words[self._sequences[slot]] % 255 + 1
-        self._words[self._sequences[slot]] = sequence
-        self._last, self._last_stream, self._last_ptr = slot, stream, stream.ptr
-        self._next = (slot + 1) % len(self._slots)
+        sequence = self._words[at] % 255 + 1
+        self._words[at], self._words[packing.LAST_SLOT] = sequence, slot
+        self._words[packing.NEXT_SLOT] = (slot + 1) % len(self._slots)
         self.backend.copy(self.targets.device_address, block.address, facts.nbytes, stream.ptr)
         self.backend.signal(self._fences.block, 8 * slot, sequence, stream.ptr)
         self.backend.record(self._event, stream.ptr)
-        self.stale = False
+        self._stale = False
 
     def read_stats(self) -> ring.Stats:
         """The counts so far."""
@@ -550,18 +573,17 @@ class WritePath:
         )
 
 
-class _Exclusive:
-    """Holds a path's lock, with its device current."""
+class _Entered:
+    """Holds a path's lock."""
+
+    __slots__ = ("_path",)
 
     def __init__(self, path: WritePath) -> None:
         self._path = path
-        self._device = path.backend.current()
 
     def __enter__(self) -> None:
         if not self._path.lock.acquire(False):
-            self._path._refuse()
-        self._device.__enter__()
+            self._path.refuse()
 
-    def __exit__(self, *error: Any) -> None:
-        self._device.__exit__(*error)
+    def __exit__(self, *_error: Any) -> None:
         self._path.lock.release()

@@ -1,0 +1,201 @@
+"""Staging of block ids: lists or arrays of one or many requests, checked and noted by one jitted pass over all groups.
+
+`BlockLog` owns the write log that `BlockTables` applies, and the host's count of blocks a request has. Host only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import struct
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from . import packing, ring, writes
+
+INT32 = np.dtype(np.int32)
+_flatten = itertools.chain.from_iterable
+_list_length = list.__len__
+
+
+class BlockLog:
+    """The staged block ids and counts of all groups.
+
+    Parameters
+    ----------
+    max_num_reqs : int
+    widths, factors : list of int
+        ``[groups]``: kernel blocks a row has room for; kernel blocks in a KV block.
+
+    Attributes
+    ----------
+    log : WriteLog
+        Writes to the groups' tables, and to the table of counts, which comes behind them as one group more.
+    counts : numpy.ndarray
+        ``[groups, max_num_reqs] int32``: kernel blocks a request has, as staged.
+    """
+
+    def __init__(self, max_num_reqs: int, widths: list[int], factors: list[int]) -> None:
+        groups = len(widths)
+        self.num_groups = groups
+        self.max_num_reqs = max_num_reqs
+        self.max_factor = max(factors)
+        self.log = writes.WriteLog(INT32, jitted=True)
+        self.counts = np.zeros((groups, max_num_reqs), np.int32)
+        self._stamps = np.zeros((groups, max_num_reqs, 3), np.int64)
+        self._widths, self._factors = np.array(widths, np.int64), np.array(factors, np.int64)
+        self._one = np.zeros(2 + groups, np.int64)
+        self._flag = np.zeros(1, np.bool_)
+        self._inputs = np.zeros(groups * packing.INPUT_FIELDS, np.int64)
+        self._put_lengths = struct.Struct(f"{groups}q").pack_into
+        self._lengths = memoryview(self._one[2:]).cast("B")  # type: ignore[arg-type]
+        desc = np.zeros(packing.A_FIELDS, np.int64)
+        self._desc, self._address = desc, desc.ctypes.data
+        for field, value in {
+            packing.A_GROUPS: groups,
+            packing.A_MAX_REQS: max_num_reqs,
+            packing.A_LOG: self.log.address,
+            packing.A_MAX_FACTOR: self.max_factor,
+            packing.A_COUNTS: self.counts.ctypes.data,
+            packing.A_STAMPS: self._stamps.ctypes.data,
+            packing.A_WIDTHS: self._widths.ctypes.data,
+            packing.A_FACTORS: self._factors.ctypes.data,
+            packing.A_INPUTS: self._inputs.ctypes.data,
+            packing.A_ONE: self._one.ctypes.data,
+        }.items():
+            desc[field] = value
+        self._words = memoryview(desc)  # type: ignore[arg-type]
+        packing.compile_appends(groups)
+        self._grow_ids(64)
+        self._grow_old(max_num_reqs * groups)
+
+    def _grow_ids(self, num_ids: int) -> None:
+        self._ids = np.zeros(ring.grown_size(num_ids), np.int32)
+        self._words[packing.A_IDS] = self._ids.ctypes.data
+
+    def _grow_old(self, pairs: int) -> None:
+        self._old = np.zeros(ring.grown_size(pairs), np.int64)
+        self._words[packing.A_OLD], self._words[packing.A_OLD_CAPACITY] = self._old.ctypes.data, len(self._old)
+
+    def reserve(self, num_writes: int, num_blocks: int) -> tuple[int, int]:
+        """Make room for that many (request, group) pairs and KV block ids; returns the writes and values they become."""
+        self._grow_old(max(num_writes, len(self._old)))
+        sizes = 2 * num_writes, num_blocks * self.max_factor + num_writes
+        self.log.reserve(*sizes)
+        return sizes
+
+    def append(self, req_index: int, new_block_ids: Sequence[Any], overwrite: bool) -> None:
+        """Stage the ids of one request: a list or array a group."""
+        try:
+            lengths = [*map(_list_length, new_block_ids)]
+        except TypeError:  # not all are lists
+            new_block_ids = [list_of(ids) for ids in new_block_ids]
+            lengths = [*map(_list_length, new_block_ids)]
+        num_ids = sum(lengths)
+        if num_ids > len(self._ids):
+            self._grow_ids(num_ids)
+        try:
+            self._put_lengths(self._lengths, 0, *lengths)
+            struct.pack_into(f"{num_ids}i", self._ids, 0, *_flatten(new_block_ids))
+        except (struct.error, OverflowError):
+            self._explain(new_block_ids)
+        row = operator.index(req_index)
+        if not 0 <= row < self.max_num_reqs:
+            self._refuse_row(row)
+        bad = packing.append_one(self._address, row, 1 if overwrite else 0)
+        if bad >= 0:
+            if bad >> 48 == packing.NO_ROOM:
+                self._make_room(1)
+                bad = packing.append_one(self._address, row, 1 if overwrite else 0)
+            if bad >= 0:
+                self._refuse(bad, [row])
+
+    def append_batch(self, req_indices: Any, new_block_ids: Any, cu_num_blocks: Any, overwrite: Any) -> None:
+        """Stage the ids of many requests: an array of ids and one of running totals a group."""
+        if len(new_block_ids) != self.num_groups or len(cu_num_blocks) != self.num_groups:
+            raise ValueError(
+                f"new_block_ids and cu_num_blocks must have one entry for each of the {self.num_groups} groups, "
+                f"got {len(new_block_ids)} and {len(cu_num_blocks)}"
+            )
+        rows = writes.as_int64(req_indices, "req_indices")
+        ids = tuple([self._ids_of(values) for values in new_block_ids])
+        totals = tuple([writes.as_int64(values, "cu_num_blocks") for values in cu_num_blocks])
+        if overwrite is True or overwrite is False:
+            flag, step = self._flag, 0
+            flag[0] = overwrite
+        else:
+            flag = np.ascontiguousarray(overwrite)
+            if flag.dtype != np.bool_:
+                raise TypeError(f"overwrite must be a bool or an array of bool, got dtype {flag.dtype}")
+            if flag.shape not in ((), rows.shape):
+                raise ValueError(f"overwrite must be one bool, or one for each of the {len(rows)} requests, got {flag.shape}")
+            step = flag.ndim
+        self._words[packing.A_OVERWRITE], self._words[packing.A_OVERWRITE_STEP] = flag.ctypes.data, step
+        bad = packing.append_batch(self._address, rows, ids, totals)
+        if bad != -1 and bad >> 48 == packing.NO_ROOM:
+            self._make_room(len(rows))
+            bad = packing.append_batch(self._address, rows, ids, totals)
+        if bad < -1:
+            group = -2 - bad
+            raise ValueError(f"cu_num_blocks[{group}] must have {len(rows)} entries, one a request, got {len(totals[group])}")
+        if bad >= 0:
+            self._refuse(bad, rows, ids, totals)
+
+    @staticmethod
+    def _ids_of(values: Any) -> np.ndarray:
+        """Block ids as a contiguous int32 array."""
+        if type(values) is np.ndarray and values.dtype is INT32 and values.strides == (4,) and values.flags.writeable:
+            return values
+        wide = writes.as_int64(values, "new_block_ids")
+        if wide.size and not (-(2**31) <= int(wide.min()) and int(wide.max()) < 2**31):
+            raise OverflowError("a block id in new_block_ids does not fit int32")
+        return wide.astype(np.int32)
+
+    def _make_room(self, num_writes: int) -> None:
+        pairs, header = num_writes * self.num_groups, self.log.header
+        self._grow_old(max(pairs, len(self._old)))
+        self.log.reserve(
+            header[packing.LOG_WRITES] + 2 * pairs, header[packing.LOG_VALUES] + self._words[packing.A_NEED_VALUES]
+        )
+
+    def _explain(self, new_block_ids: Sequence[Any]) -> NoReturn:
+        """Say which list of ids was refused, and why."""
+        if len(new_block_ids) != self.num_groups:
+            raise ValueError(
+                f"new_block_ids must have one entry for each of the {self.num_groups} groups, got {len(new_block_ids)}"
+            )
+        for ids in new_block_ids:
+            writes.pack_values(ids, INT32, bytearray(4 * len(ids)), 0)
+        raise TypeError("new_block_ids must hold ints")
+
+    def _refuse_row(self, row: int) -> NoReturn:
+        raise IndexError(f"request row {row} is not one of the {self.max_num_reqs} rows")
+
+    def _refuse(self, bad: int, rows: Any, ids: Any = (), totals: Any = ()) -> NoReturn:
+        """Raise what the jitted pass found; nothing is staged."""
+        code, w, group = bad >> 48, bad & ((1 << 48) - 1), self._words[packing.A_BAD_GROUP]
+        if code == packing.LENGTHS_WRONG:
+            found = totals[group][min(w, len(totals[group]) - 1)] if len(totals[group]) else "no entries"
+            raise ValueError(
+                f"cu_num_blocks[{group}] must rise to len(new_block_ids[{group}]) = {len(ids[group])}, got {found} at entry {w}"
+            )
+        factor, width = int(self._factors[group]), int(self._widths[group])
+        if code == packing.BLOCK_OVERFLOW:
+            raise OverflowError(
+                f"a block id of group {group} does not fit int32 once expanded (each KV block is {factor} kernel blocks)"
+            )
+        row = int(rows[w])
+        if code == packing.ROW_OUTSIDE:
+            self._refuse_row(row)
+        raise IndexError(
+            f"request row {row} has {self.counts[group, row]} kernel blocks in group {group}; the new ones, {factor} for each "
+            f"KV block, exceed its row length {width} (a ({self.max_num_reqs}, {width}) table)"
+        )
+
+
+def list_of(ids: Any) -> list[Any]:
+    """Block ids as a list; TypeError for anything that holds no ints."""
+    found = writes.convert(ids, INT32)
+    return found.tolist() if isinstance(found, np.ndarray) else list(found)

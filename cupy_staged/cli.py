@@ -1,0 +1,315 @@
+"""The command line: `cupy-staged info`, `demo` and `replay`; also `python -m cupy_staged`.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well, 1 the tables differ from the model,
+2 bad input. Only this module imports click and rich; it imports the library when a command needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Never
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from .replay import ReplayResult
+    from .scheduler import Request, Step
+
+_EXIT_DIFFERENT: Final = 1
+_EXIT_BAD_INPUT: Final = 2
+_EXIT_INTERRUPTED: Final = 130
+_REDRAW_S: Final = 0.1
+
+
+def _fail(message: str, code: int) -> Never:
+    click.echo(f"cupy-staged: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+class _OneLineErrors(click.Group):
+    """A group that reports every foreseen error in one line, where click prints usage and Python a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(_EXIT_BAD_INPUT)
+        except click.ClickException as error:
+            _fail(error.format_message(), _EXIT_BAD_INPUT)
+        except click.Abort:
+            _fail("interrupted", _EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            # Whoever read stdout has gone; a closed descriptor would make the interpreter complain while it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(_EXIT_DIFFERENT)
+        except (ValueError, OSError, MemoryError) as error:
+            _fail(str(error) or type(error).__name__, _EXIT_BAD_INPUT)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _to_ints(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+    """Convert `16,32` to integers of at least 1."""
+    parts = value.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) < 12 and int(part) >= 1 for part in parts):
+        raise click.BadParameter(f"{value!r} is not a list of integers of at least 1, such as 16,32", ctx, param)
+    return [int(part) for part in parts]
+
+
+def _to_device(ctx: click.Context, param: click.Parameter, value: str | None) -> str | int | None:
+    """Convert a device number; the library checks what it means."""
+    return int(value) if value is not None and value.isascii() and value.isdigit() else value
+
+
+_device_option = click.option(
+    "--device",
+    metavar="DEVICE",
+    callback=_to_device,
+    help="host, cuda, cuda:1 or 1.  [default: the current CUDA device, else the host]",
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+_seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+_staging_option = click.option(
+    "--staging",
+    type=click.Choice(["batch", "call"]),
+    default="batch",
+    show_default=True,
+    help="Stage a step's block ids with one call, from arrays, or with one call a request, from lists.",
+)
+_INFO_EXAMPLES: Final = """\b
+Examples:
+  cupy-staged info
+  cupy-staged info --json | jq .missing"""
+_DEMO_EXAMPLES: Final = """\b
+Examples:
+  cupy-staged demo
+  cupy-staged demo --device host --requests 1000 --seed 7"""
+_REPLAY_EXAMPLES: Final = """\b
+Examples:
+  cupy-staged replay trace.csv
+  cupy-staged replay trace.csv --block-sizes 16,32,64,128 --max-reqs 256
+  cupy-staged replay trace.csv --device host --check sample --json > result.json"""
+
+
+@click.group(cls=_OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Stage row writes on the host, apply them to large device tables with one kernel.
+
+    \b
+    Examples:
+      cupy-staged info                  what is here, what is missing, how to get it
+      cupy-staged demo                  a small replay, checked cell by cell
+      cupy-staged replay trace.csv      a serving trace, checked cell by cell
+
+    Exit codes: 0 all is well, 1 the tables differ from the plain NumPy model, 2 bad input.
+    """  # noqa: D301  (\b is click's mark for text that keeps its lines)
+
+
+@main.command(epilog=_INFO_EXAMPLES)
+@_json_option
+def info(as_json: bool) -> None:
+    """Show what is here and what is missing.
+
+    Devices, driver, versions, the UVA probe's result with its reason, pinned bandwidth, and the pip line for the rest.
+    """
+    from .info import gather_facts
+
+    facts = gather_facts()
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    table = Table(show_header=False, title="cupy_staged", title_justify="left")
+    for name in ("cupy_staged", "python", "numpy", "numba", "cupy", "driver"):
+        table.add_row(name, Text(str(facts[name])))
+    for device in facts["devices"]:
+        table.add_section()
+        for name, value in device.items():
+            table.add_row(name, Text(str(value)))
+    console = Console()
+    console.print(table)
+    for line in facts["missing"]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@main.command(epilog=_DEMO_EXAMPLES)
+@_device_option
+@click.option("--requests", "num_requests", type=click.IntRange(1, 1_000_000), default=400, show_default=True)
+@_staging_option
+@_seed_option
+@_json_option
+def demo(device: str | int | None, num_requests: int, staging: str, seed: int, as_json: bool) -> None:
+    """Replay a small generated trace, checked.
+
+    Three groups of block tables, compared with plain NumPy cell by cell after every step.
+    """
+    from .scheduler import generate_trace
+
+    requests = list(generate_trace(num_requests, seed))
+    # The pools hold about two thirds of what 64 rows want, so that preemption is part of it.
+    options = {"block_sizes": [16, 32, 64], "num_blocks": [2048, 1024, 512], "max_reqs": 64, "max_tokens": 1024}
+    _replay(
+        f"demo: {num_requests} generated requests", requests, requests, as_json,
+        **options, device=device, check="all", staging=staging, seed=seed,
+    )  # fmt: skip
+
+
+@main.command(epilog=_REPLAY_EXAMPLES)
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--max-reqs", type=click.IntRange(min=1), default=256, show_default=True, help="Rows of the tables.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens a step.")
+@click.option(
+    "--num-blocks",
+    metavar="N,N,…",
+    callback=_to_ints,
+    default="16384",
+    show_default=True,
+    help="KV blocks in the pool of a group: one number for all, or one a group.",
+)
+@click.option(
+    "--block-sizes",
+    metavar="N,N,…",
+    callback=_to_ints,
+    default="16",
+    show_default=True,
+    help="Tokens a KV block: one number a group, so that 16,32 makes two groups.",
+)
+@_device_option
+@click.option(
+    "--check",
+    type=click.Choice(["all", "sample", "none"]),
+    default="all",
+    show_default=True,
+    help="Compare every cell with plain NumPy after every step, after every 100th and the last, or never.",
+)
+@_staging_option
+@_seed_option
+@_json_option
+def replay(
+    trace: Path,
+    max_reqs: int,
+    max_tokens: int,
+    num_blocks: list[int],
+    block_sizes: list[int],
+    device: str | int | None,
+    check: str,
+    staging: str,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Replay a serving trace, checked.
+
+    Drives block tables as a continuous-batching server does: requests are admitted, prefilled in chunks, decoded,
+    preempted when blocks run out, and their rows and blocks recycled.
+
+    TRACE is a CSV file: TIMESTAMP,ContextTokens,GeneratedTokens, in order of arrival.
+    """
+    from .scheduler import read_trace
+
+    # Read twice, so that a bad last line is reported at once and the file is never held; a pipe can be read only once.
+    first = list(read_trace(trace)) if not trace.is_file() else None
+    pools = num_blocks * len(block_sizes) if len(num_blocks) == 1 else num_blocks
+    _replay(
+        str(trace), first or read_trace(trace), first or read_trace(trace), as_json,
+        block_sizes=block_sizes, num_blocks=pools, max_reqs=max_reqs, max_tokens=max_tokens,
+        device=device, check=check, staging=staging, seed=seed,
+    )  # fmt: skip
+
+
+def _replay(title: str, scan: Any, requests: Any, as_json: bool, **options: Any) -> None:
+    from .replay import ReplayMismatch
+    from .replay import replay as run
+
+    num_requests, longest = _extent(scan)
+    _require_device(options["device"])
+    try:
+        with _progress(num_requests) as on_step:
+            result = run(requests, max_model_len=longest, on_step=on_step, **options)
+    except ReplayMismatch as difference:
+        if as_json:
+            names = ("step", "what", "group", "row", "column", "want", "got")
+            click.echo(json.dumps({"ok": False, "difference": {name: getattr(difference, name) for name in names}}))
+        _fail(str(difference), _EXIT_DIFFERENT)
+    if as_json:
+        click.echo(json.dumps({"ok": True, "trace": title, **dataclasses.asdict(result)}))
+    else:
+        where = result.device
+        if where == "host" and options["device"] is None:
+            where += f" ({_why_host()})"
+        _print_result(f"{title}, on {where}", result)
+
+
+def _why_host() -> str:
+    from .device import count_devices
+
+    # Where the host is forced, CUDA is not even asked.
+    return "CUPY_STAGED_DEVICE=host" if os.environ.get("CUPY_STAGED_DEVICE") == "host" else count_devices()[1]
+
+
+def _extent(requests: Iterator[Request]) -> tuple[int, int]:
+    """Return how many requests there are, and the tokens of the longest."""
+    count = longest = 0
+    for request in requests:
+        count += 1
+        longest = max(longest, request.context_tokens + request.generated_tokens)
+    return count, longest
+
+
+def _require_device(device: str | int | None) -> None:
+    """Find out before the tables are made whether the device can be used; a fault after that is not the user's."""
+    from . import uva_status
+
+    try:
+        uva_status(device)
+    except (RuntimeError, ImportError, TypeError) as error:
+        raise click.UsageError(f"device {device!r}: {error}") from error
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Step], None] | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
+    # Drawn between steps: a drawing thread would hold the interpreter while a step is timed.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("replay", total=total)
+        due = 0.0
+
+        def on_step(step: Step) -> None:
+            nonlocal due
+            if time.monotonic() >= due:
+                bar.update(task, completed=step.num_finished, refresh=True)
+                due = time.monotonic() + _REDRAW_S
+
+        yield on_step
+
+
+def _print_result(title: str, result: ReplayResult) -> None:
+    table = Table(title=Text(title), title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name in ("groups", "steps", "requests", "tokens", "preemptions"):
+        table.add_row(name, f"{getattr(result, name):,}")
+    table.add_section()
+    for name in ("writes", "values", "launches", "bytes", "growths", "waits", "late_fences", "host_allocations"):
+        table.add_row(name.replace("_", " "), f"{getattr(result, name):,}")
+    table.add_section()
+    for name, times in (("stage", result.stage_us), ("apply", result.apply_us)):
+        for percentile, value in dataclasses.asdict(times).items():
+            table.add_row(f"{name} host time {percentile}", f"{value:,.1f} µs")
+    table.add_section()
+    table.add_row("wall time", f"{result.seconds:,.1f} s")
+    checked = f"{result.cells_checked:,} cells in {result.steps_checked:,} steps: equal"
+    table.add_row(f"check {result.check}", checked if result.steps_checked else "nothing compared")
+    Console().print(table)
