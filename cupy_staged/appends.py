@@ -82,7 +82,7 @@ class BlockLog:
     def reserve(self, num_writes: int, num_blocks: int) -> tuple[int, int]:
         """Make room for that many (request, group) pairs and KV block ids; returns the writes and values they become."""
         self._grow_old(max(num_writes, len(self._old)))
-        sizes = 2 * num_writes, num_blocks * self.max_factor + num_writes
+        sizes = 2 * num_writes, num_blocks * self.max_factor
         self.log.reserve(*sizes)
         return sizes
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import ring, writes
-from .device import Device, Pinned, check_native, get_backend, guard_against_fork, host_view, is_forked_child, require_uva
+from .device import Device, Pinned, check_native, get_backend, guard_against_fork, host_view, refuse_in_forked_child, require_uva
 
 MARKS = 16  # fences that one pool keeps in flight
 
@@ -268,8 +268,7 @@ class _PoolCore:
 
     def __enter__(self) -> None:
         if not self.lock.acquire(False):
-            if is_forked_child():
-                raise RuntimeError("CUDA was in use when this process was forked: make new objects in a spawned process")
+            refuse_in_forked_child()
             raise RuntimeError("this pool is in use by another thread: give each thread its own, or lock around the calls")
         self._device = self.backend.current() if self.backend.elsewhere() else None
         if self._device is not None:
@@ -291,9 +290,9 @@ class _PoolCore:
             slot.view = slot.twin = self.backend.zeros(shape, self.dtype)
         slot.last = slot.view
 
-    def marks(self) -> list[tuple[memoryview, int, int]]:
-        """The fences of everything that the pool knows to read its buffers."""
-        return [(self._fences.words, 8 * i, value) for i, value in enumerate(self._values)]
+    def is_idle(self) -> bool:
+        """Whether everything that the pool knows to read its buffers is done."""
+        return all(self._fences.words[8 * word] == value for word, value in enumerate(self._values))
 
     def mark(self, stream: Any) -> tuple[int, int]:
         """Fence all work on `stream` so far: a word, and the value that it will get."""
@@ -319,23 +318,36 @@ class _PoolCore:
                 slot.marks[word] = value
                 slot.reader = None
 
-    def rows_of(self, x: Any) -> Any:
-        """`x` as something of known length that can be assigned to rows, with every value checked."""
+    def rows_of(self, x: Any) -> np.ndarray:
+        """`x` as an array ``[n, *trailing]`` of the pool's dtype, every value checked; no slot was touched yet."""
         if not self.trailing:
-            return writes.convert(x, self.dtype)
-        values = x if isinstance(x, np.ndarray) else None
-        if values is None:
+            return self._checked(x)
+        rows = values = x
+        if not isinstance(x, np.ndarray):
             if hasattr(x, "__cuda_array_interface__"):
                 raise TypeError("values must lie on the host: a device array would have to be read back")
+            rows = x if hasattr(x, "__array__") else list(x)
             try:
-                values = np.asarray(x if hasattr(x, "__array__") else list(x))
+                values = np.asarray(rows)
             except ValueError:
                 raise ValueError(f"values must have shape (n, {', '.join(map(str, self.trailing))}), got ragged rows") from None
             if values.size == 0:
                 values = values.astype(self.dtype).reshape(0, *self.trailing) if values.ndim == 1 else values
         if values.shape[1:] != self.trailing or values.ndim == 0:
             raise ValueError(f"values must have shape (n, {', '.join(map(str, self.trailing))}), got {values.shape}")
-        return writes.convert(values.reshape(-1), self.dtype).reshape(values.shape)  # type: ignore[union-attr]
+        flat: Any = values.reshape(-1)
+        if isinstance(rows, list) and flat.dtype.kind in "fO" and self.dtype.kind in "iu":
+            flat = np.array(rows, object).reshape(-1).tolist()  # NumPy makes floats of ints beyond int64
+        return self._checked(flat).reshape(values.shape)
+
+    def _checked(self, x: Any) -> np.ndarray:
+        """The values of `x`, of one dimension, as an array of the pool's dtype."""
+        values = writes.convert(x, self.dtype)
+        if isinstance(values, np.ndarray):
+            return values
+        found = np.empty(len(values), self.dtype)
+        writes.pack_values(values, self.dtype, found.view(np.uint8), 0)
+        return found
 
     def fill(self, x: Any, stream: Any) -> tuple[_Slot, int]:
         """Take the next slot (waiting for its readers), grow it if need be, and copy `x` into it."""
@@ -353,10 +365,7 @@ class _PoolCore:
         if n > len(slot.host):
             self._allocate(slot, ring.grown_size(n))
             self.stats.growths += 1
-        if isinstance(values, np.ndarray):
-            slot.host[:n] = values
-        else:
-            writes.pack_values(values, self.dtype, slot.block.array, 0)
+        slot.host[:n] = values
         self._next = (self._next + 1) % len(self._slots)
         self.stats.launches += 1
         self.stats.writes += 1

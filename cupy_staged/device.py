@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -145,6 +146,10 @@ class HostBackend:
     def wait_event(self, stream: int, event: Any) -> None:
         """Let later work on `stream` start after what `event` marks."""
 
+    def event_done(self, event: Any) -> bool:
+        """Whether what `event` marks is done."""
+        return True
+
     def check_health(self, stream: Any) -> bool:
         """Whether all work on `stream` is done; raises what the device reports."""
         return True
@@ -176,6 +181,7 @@ class CudaBackend:
             # Memory comes from and is cleared on a stream of our own: a constructor neither waits for a stalled stream of
             # the caller nor races with it, and a dropped block goes back to where no kernel of the caller was queued.
             self.setup = cupy.cuda.Stream(non_blocking=True)
+            self._setup_lock = threading.RLock()
             with self.setup:
                 self._values = cupy.arange(256, dtype=cupy.uint64)  # sources of fence words
             self.setup.synchronize()
@@ -188,12 +194,21 @@ class CudaBackend:
         """Make the device current for a while."""
         return self.cupy.cuda.Device(self.id)  # type: ignore[no-any-return]
 
+    @contextlib.contextmanager
+    def on_setup(self) -> Iterator[None]:
+        """Work on the setup stream, one thread at a time: graphs are captured on it."""
+        with self._setup_lock, self.current(), self.setup:
+            yield
+
     def stream(self, stream: Any) -> Any:
         """The stream to use, with a `ptr`; CaptureError where it is being captured, ValueError on another device."""
         if stream is None:
             stream = self._current_stream(self.id)
-        elif not hasattr(stream, "ptr"):
-            stream = self._foreign_stream(stream)
+        else:
+            if not hasattr(stream, "ptr"):
+                stream = self._foreign_stream(stream)
+            if stream.device_id != self.id and stream.device_id >= 0:
+                raise ValueError(f"{stream!r} belongs to device {stream.device_id}; this object lives on device {self.id}")
         try:
             capturing = self._is_capturing(stream.ptr)
         except self._error as error:
@@ -202,8 +217,6 @@ class CudaBackend:
             raise CaptureError(f"another stream is being captured, and this one would break it: {error}") from None
         if capturing:
             raise CaptureError(f"{stream!r} is being captured: call this before the capture begins or after it ends")
-        if stream.device_id != self.id and stream.device_id >= 0:
-            raise ValueError(f"{stream!r} belongs to device {stream.device_id}; this object lives on device {self.id}")
         return stream
 
     def _foreign_stream(self, stream: Any) -> Any:
@@ -256,17 +269,15 @@ class CudaBackend:
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A device array of zeros; returns when it is ready for any stream."""
-        with self.current():
-            with self.setup:
-                array = self.cupy.zeros(shape, dtype)
+        with self.on_setup():
+            array = self.cupy.zeros(shape, dtype)
             self.setup.synchronize()
         return array
 
     def array(self, values: np.ndarray) -> Any:
         """A device array of `values`; returns when it is ready for any stream."""
-        with self.current():
-            with self.setup:
-                array = self.cupy.asarray(values)
+        with self.on_setup():
+            array = self.cupy.asarray(values)
             self.setup.synchronize()
         return array
 
@@ -309,6 +320,11 @@ class CudaBackend:
     def wait_event(self, stream: int, event: Any) -> None:
         """Let later work on `stream` start after what `event` marks."""
         self.runtime.streamWaitEvent(stream, event.ptr)
+
+    def event_done(self, event: Any) -> bool:
+        """Whether what `event` marks is done; not so after a device error either."""
+        with relaxed_capture():
+            return bool(self.runtime.eventQuery(event.ptr) == 0)
 
     def check_health(self, stream: Any) -> bool:
         """Whether all work on `stream` is done; raises what the device reports.
@@ -385,6 +401,7 @@ def resolve_id(device: Device) -> int | None:
         raise ValueError(f"device must be None, 'cuda', 'cuda:N', an int or 'host', got {device!r}")
     if device == "host" or os.environ.get("CUPY_STAGED_DEVICE") == "host":
         return None
+    refuse_in_forked_child()
     count, reason = count_devices()
     if count == 0:
         if device is None:
@@ -478,14 +495,14 @@ def _probe(device_id: int) -> UvaStatus:
     return UvaStatus(True, "a kernel read what the host wrote after mapping, and the host read its answer")
 
 
-# A forked child cannot use CUDA. Every object that does registers its lock here; the child takes them all, so that the
-# next call on such an object is refused by the check that each call makes anyway.
+# A forked child cannot use CUDA. Every object that does registers here; the child takes all locks and seals all write logs,
+# so that the next call on such an object is refused by a check that each call makes anyway.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _forked = False
 
 
 def guard_against_fork(owner: Any) -> None:
-    """Let calls of `owner` (which has a `lock`) be refused in a forked child."""
+    """Let calls of `owner` (which has a `lock`, and maybe `logs`) be refused in a forked child."""
     _locks.add(owner)
 
 
@@ -494,12 +511,20 @@ def is_forked_child() -> bool:
     return _forked
 
 
+def refuse_in_forked_child() -> None:
+    """Raise where CUDA cannot be used because this process was forked."""
+    if _forked:
+        raise RuntimeError("CUDA was in use when this process was forked: make new objects in a spawned process")
+
+
 def _after_fork() -> None:
     global _forked
     if _cuda:
         _forked = True
         for owner in list(_locks):
             owner.lock.acquire(False)
+            for log in getattr(owner, "logs", ()):
+                log.seal()
 
 
 if hasattr(os, "register_at_fork"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ def set_default_max_concurrency(n: int) -> None:
         `n` is not an int, or below 1.
     """
     global _default_max_concurrency
+    if n is None:
+        raise TypeError("max_concurrency must be an int, got None")
     _default_max_concurrency = check_max_concurrency(n)
 
 
@@ -109,43 +112,31 @@ class FenceWords:
             self.stats.wait_s += time.perf_counter() - begin
 
 
-class Retired:
-    """What was replaced or dropped, and the fence words that must pass before it may go."""
-
-    def __init__(self, marks: list[tuple[memoryview, int, int]], kept: Any) -> None:
-        self.marks = marks
-        self.kept = kept
-
-    def passed(self) -> bool:
-        """Whether every fence has passed."""
-        return all(words[index] == value for words, index, value in self.marks)
-
-
-# Finalizers append here and do no more: they may run anywhere, also inside a capture. Constructors and growth sweep.
-_retired: list[Retired] = []
-_dropped: list[Any] = []
+# What was replaced or dropped, each with a function that tells whether its last work is done. Finalizers append here and do
+# no more: they may run anywhere, also inside a capture. Constructors, growth and rebind sweep.
+_retired: list[tuple[Callable[[], bool], Any]] = []
 _sweep_lock = threading.Lock()
 
 
-def retire(marks: list[tuple[memoryview, int, int]], kept: Any) -> None:
-    """Keep `kept` alive until all of `marks` (words, index, value) have passed."""
-    _retired.append(Retired(marks, kept))
+def retire(is_idle: Callable[[], bool], kept: Any) -> None:
+    """Keep `kept` alive until `is_idle()`."""
+    _retired.append((is_idle, kept))
 
 
 def drop(core: Any) -> None:
-    """Finalizer of an object whose `core` knows its marks; only queues it."""
-    _dropped.append(core)
+    """Finalizer of an object: keep its `core` alive until it is idle."""
+    _retired.append((core.is_idle, core))
 
 
 def sweep() -> None:
-    """Let go of everything whose fences have passed. Called where an allocation is made anyway."""
+    """Let go of everything that is idle. Called where an allocation is made anyway."""
     if is_forked_child() or not _sweep_lock.acquire(False):
         return
     try:
-        while _dropped:
-            core = _dropped.pop()
-            retire(core.marks(), core)
-        _retired[:] = [r for r in _retired if not r.passed()]
+        for _ in range(len(_retired)):  # a finalizer may append meanwhile
+            entry = _retired.pop(0)
+            if not entry[0]():
+                _retired.append(entry)
     finally:
         _sweep_lock.release()
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import packing, ring, writes
 from .buffers import check_size
-from .device import Device, check_native, get_backend, host_view, require_uva
+from .device import Device, check_native, get_backend, host_view, refuse_in_forked_child, require_uva
 
 CONTENTS = ("auto", "uva", "h2d")
 
@@ -126,9 +126,9 @@ class StagedWriteTensor:
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ValueError("target must be writeable")
         row_bytes = self.row_length * self.dtype.itemsize
-        if array.ndim == 2 and self.row_length > 1 and array.strides[1] != self.dtype.itemsize:
+        if array.size > 0 and self.row_length > 1 and array.strides[1] != self.dtype.itemsize:
             raise ValueError(f"target's last dimension must be contiguous, got strides {array.strides}")
-        stride = array.strides[0] if self.num_rows > 1 else row_bytes
+        stride = array.strides[0] if self.num_rows > 1 and array.size > 0 else row_bytes
         if stride < row_bytes:
             raise ValueError(f"target's rows overlap or run backwards: stride {stride} bytes, a row has {row_bytes}")
         if address % min(self.dtype.itemsize, 8) or stride % min(self.dtype.itemsize, 8):
@@ -177,18 +177,24 @@ class StagedWriteTensor:
         if not (0 <= index < self.num_rows and 0 <= start <= self.row_length - length):
             writes.refuse(index, start, length, self.num_rows, self.row_length)
         at, end = log.at, log.end
-        if at == log.max_at or end + length > log.max_end:
-            log.reserve(at // packing.RECORD_BYTES + 1, end + length)
         try:
-            if length == 1 and log.items is not None:
-                log.items[end] = x[0]
+            if length == 1 and log.put_one is not None:
+                log.put_one(log.records, at, index, start, packing.ONE_VALUE, x[0])
+                length = 0  # of contents
             else:
                 log.put_values(x, end)
-            log.put_record(log.records, at, 0, index, start, length)
+                log.put_record(log.records, at, index, start, length, 0)
         except (struct.error, OverflowError, TypeError, ValueError):
+            refuse_in_forked_child()
+            if at == log.max_at or end + length > log.max_end:
+                log.reserve(at // packing.RECORD_BYTES + 1, end + length)
+                return self.stage_write(index, start, x)
             writes.explain(x, self.dtype, index, start)
+        if log.at != at or log.end != end:  # no call, so no other thread, comes between here and the end
+            log.torn = True
+            raise writes.torn_error()
         log.end = end + length
-        log.at = at + packing.RECORD_BYTES
+        log.at = at + 32  # packing.RECORD_BYTES
 
     def stage_write_elem(self, index: int, x: Any) -> None:
         """Stage the write of the one value `x` to column 0 of row `index`; errors as `stage_write`."""
@@ -335,6 +341,7 @@ class FusedStagedWriter:
         self.tensors = tuple(tensors)
         check_members(self.tensors)
         first = self.tensors[0]
+        first.backend.stream(None)  # CaptureError, before anything is made
         copy_bytes = min(t._copy_bytes for t in self.tensors)
         self._path = writes.WritePath(
             first.backend,

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import kernels, packing, ring
-from .device import Backend, Pinned, guard_against_fork, is_forked_child
+from .device import Backend, Pinned, guard_against_fork, refuse_in_forked_child
 
 COPY_BYTES = 1 << 62  # "auto" for a device table: docs/performance.md has the measured crossover
 FIRST_SLOT_BYTES = 1 << 15
@@ -128,26 +128,27 @@ def pack_values(values: Any, dtype: np.dtype, into: Any, at: int) -> None:
 
 
 class WriteLog:
-    """Writes staged since the last apply: records of (group, row, start, length), and their values back to back.
+    """Writes staged since the last apply: records, and the values of those that are longer than one.
 
-    Whoever stages moves `at` and `end` last, so that a failed call leaves nothing behind. The header, which the packer
-    reads and empties, gets them at apply; a log that jitted code fills (`jitted`) counts in the header alone.
+    Whoever stages moves `at` and `end` last, so that a failed call leaves nothing behind; it sets `torn` where another
+    thread moved them meanwhile. The header, which the packer reads and empties, gets them at apply; a log that jitted code
+    fills (`jitted`) counts in the header alone.
 
     Attributes
     ----------
     at, end : int
         Bytes of records and number of values staged; `max_at` and `max_end` are the capacities.
     records, contents : memoryview
-        Bytes of both.
-    items : memoryview or None
-        The values as integers, for one assignment without struct; None for other kinds.
+        Bytes of both; what lies past their ends raises.
+    put_one, put_record : callable
+        Write a record with its one value (None where struct does not know the dtype), or without.
     header : memoryview
         int64: see `packing`.
     """
 
     __slots__ = (
-        "address", "at", "contents", "dtype", "end", "format", "header", "itemsize", "items", "jitted", "max_at", "max_end",
-        "put_record", "records", "values", "_arrays",
+        "_arrays", "address", "at", "contents", "dtype", "end", "format", "header", "itemsize", "jitted", "max_at", "max_end",
+        "put_one", "put_record", "records", "torn", "values",
     )  # fmt: skip
 
     def __init__(self, dtype: np.dtype, jitted: bool = False) -> None:
@@ -155,14 +156,15 @@ class WriteLog:
         self.itemsize = dtype.itemsize
         self.format = _FORMATS.get(dtype)
         self.jitted = jitted
-        self.put_record = struct.Struct("4q").pack_into
+        self.put_record = struct.Struct("=4q").pack_into
+        self.put_one = struct.Struct(f"=3q{self.format}").pack_into if self.format else None
         header = np.zeros(packing.LOG_FIELDS, np.int64)
         self._arrays: dict[str, np.ndarray] = {"header": header}
         self.header = memoryview(header)  # type: ignore[arg-type]
         self.header[packing.LOG_MAY_OVERLAP] = 1
         self.address = header.ctypes.data
         self.at = self.end = self.max_at = self.max_end = 0
-        self.items: memoryview | None = None
+        self.torn = False
         self.reserve(64, 1024)
 
     def reserve(self, num_writes: int, num_values: int) -> None:
@@ -176,10 +178,8 @@ class WriteLog:
         if num_values > self.max_end:
             size = ring.grown_size(num_values)
             contents = self._regrow("contents", size * self.itemsize + SLACK, self.max_end * self.itemsize)
-            self.contents = memoryview(contents)  # type: ignore[arg-type]
+            self.contents = memoryview(contents[: size * self.itemsize])  # type: ignore[arg-type]
             self.values = contents[: size * self.itemsize].view(self.dtype)
-            if self.dtype.kind in "iu":
-                self.items = memoryview(self.values)  # type: ignore[arg-type]
             self.header[packing.LOG_CONTENTS], self.header[packing.LOG_MAX_VALUES] = contents.ctypes.data, size
             self.max_end = size
 
@@ -235,7 +235,12 @@ class WriteLog:
 
     def clear(self) -> None:
         """Forget what is staged."""
+        self.torn = False
         self.at = self.end = self.header[packing.LOG_WRITES] = self.header[packing.LOG_VALUES] = 0
+
+    def seal(self) -> None:
+        """Let every further write fail: see `device.guard_against_fork`."""
+        self.records = memoryview(b"")
 
     def restore(self) -> None:
         """Stage again what the last pack took."""
@@ -272,6 +277,11 @@ def as_int64(values: Any, name: str) -> np.ndarray:
     if found.dtype == np.uint64 and found.size and int(found.max()) > np.iinfo(np.int64).max:
         raise OverflowError(f"{name} holds {found.max()}, which does not fit int64")
     return np.require(found, np.int64, "CAW")  # as the jitted functions take it
+
+
+def torn_error() -> RuntimeError:
+    """Two threads staged on one log at once."""
+    return RuntimeError("staged writes are torn: two threads staged at once; clear_staged_writes() and stage again")
 
 
 def no_launch(_stream: int) -> None:
@@ -322,8 +332,8 @@ class WritePath:
         self.backend = backend
         self.lock = threading.Lock()
         self.stats = ring.Stats(slots=num_slots)
-        self._logs = [log for log, _ in logs]
-        self._counted = [log for log in self._logs if not log.jitted]
+        self.logs = [log for log, _ in logs]
+        self._counted = [log for log in self.logs if not log.jitted]
         self.tables = tables
         self._unit = min(dtype.itemsize, 8)
         self._itemsize = dtype.itemsize
@@ -394,6 +404,8 @@ class WritePath:
                 header = log.header
                 header[0] = log.at >> 5  # LOG_WRITES, LOG_VALUES
                 header[1] = log.end
+                if log.torn:
+                    raise torn_error()
             launcher = packing.pack(self._address)
             if launcher < 0:
                 launcher = self._make_way(launcher)
@@ -410,13 +422,13 @@ class WritePath:
 
     def refuse(self) -> NoReturn:
         """Say why a call may not enter."""
-        if is_forked_child():
-            raise RuntimeError("CUDA was in use when this process was forked: make new objects in a spawned process")
+        refuse_in_forked_child()
         raise RuntimeError("this object is in use by another thread: give each thread its own, or lock around the calls")
 
-    def marks(self) -> list[tuple[memoryview, int, int]]:
-        """The fences of everything that this path has launched."""
-        return [(self._done, 8 * slot, self._sequence(slot)) for slot in range(len(self._slots))]
+    def is_idle(self) -> bool:
+        """Whether everything that this path launched is done, to the last store."""
+        passed = all(self._done[8 * slot] == self._sequence(slot) for slot in range(len(self._slots)))
+        return passed and self.backend.event_done(self._event)
 
     def _sequence(self, slot: int) -> int:
         """What the fence word of `slot` will be once its last reader is done."""
@@ -443,7 +455,7 @@ class WritePath:
             if code == packing.BUSY:
                 self._wait(slot)
             elif code == packing.TORN:
-                raise RuntimeError("staged writes are torn: two threads staged at once; clear_staged_writes() and stage again")
+                raise torn_error()
             else:
                 self._make_room(code, slot, self._words[packing.NEED])
             code = packing.pack(self._address)
@@ -462,7 +474,7 @@ class WritePath:
         self._words[self._slot_fields[slot] + packing.SLOT_SEQUENCE] = self._done[8 * slot]
         self._words[packing.NEXT_SLOT] = slot
         self._words[packing.TOTAL_LAUNCHES] -= 1
-        for log in self._logs:
+        for log in self.logs:
             log.restore()
 
     def _note_tables(self) -> None:
@@ -532,7 +544,7 @@ class WritePath:
 
     def set_table(self, group: int, table: Table) -> None:
         """Go over to another table for `group`, from the next apply on; the old one is retired. Called exclusively."""
-        ring.retire(self.marks(), (self.tables, list(self._kept)))
+        ring.retire(self.is_idle, (self.tables, list(self._kept)))
         self.tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
         self._note_tables()
         self._stale, self._last_ptr = True, -1  # the next apply goes by `_switch`

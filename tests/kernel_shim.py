@@ -72,7 +72,7 @@ class Launch:
     loads: dict[int, int]  # by width in bytes
     stores: dict[int, int]
     published: list[int]  # address of each volatile store, in order
-    stores_after_publish: int  # plain stores behind the last volatile one
+    accesses_after_publish: int  # plain loads and stores behind the last volatile store
 
 
 class _Region(ctypes.Structure):
@@ -92,7 +92,7 @@ class _Report(ctypes.Structure):
         ("stores", ctypes.c_uint64 * 5),
         ("num_published", ctypes.c_uint64),
         ("published_at", ctypes.c_uint64 * MAX_PUBLISHED),
-        ("stores_after_publish", ctypes.c_uint64),
+        ("accesses_after_publish", ctypes.c_uint64),
     )
 
 
@@ -183,7 +183,7 @@ class KernelLibrary:
             loads=dict(zip(widths, report.loads, strict=True)),
             stores=dict(zip(widths, report.stores, strict=True)),
             published=list(report.published_at[: min(report.num_published, MAX_PUBLISHED)]),
-            stores_after_publish=report.stores_after_publish,
+            accesses_after_publish=report.accesses_after_publish,
         )
 
 

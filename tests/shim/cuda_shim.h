@@ -28,7 +28,7 @@ struct ShimSite {
 void shim_exchange(ShimSite site, const void* mine, unsigned bytes, unsigned lane, void* theirs);
 unsigned shim_ballot(ShimSite site, bool predicate);
 void shim_block_sync(ShimSite site);
-void shim_fence(bool system);
+void shim_fence();
 unsigned shim_ticket(ShimSite site, unsigned* counter, unsigned last);
 
 template <typename T>
@@ -53,8 +53,8 @@ T shim_exchanged(ShimSite site, T mine, unsigned lane) {
 #define WARP_BALLOT(predicate) shim_ballot(SHIM_SITE("WARP_BALLOT"), (predicate))
 #define WARP_SYNC() ((void)shim_ballot(SHIM_SITE("WARP_SYNC"), false))
 #define BLOCK_SYNC() shim_block_sync(SHIM_SITE("BLOCK_SYNC"))
-#define FENCE_DEVICE() shim_fence(false)
-#define FENCE_SYSTEM() shim_fence(true)
+#define FENCE_DEVICE() shim_fence()
+#define FENCE_SYSTEM() shim_fence()
 #define TICKET(counter, last) shim_ticket(SHIM_SITE("TICKET"), (counter), (last))
 #define LOWEST_BIT(mask) (__ffs(mask) - 1)
 

@@ -51,7 +51,7 @@ struct Report {
     uint64_t stores[5];
     uint64_t num_published;        // volatile stores
     uint64_t published_at[16];
-    uint64_t stores_after_publish; // plain stores behind the last volatile one
+    uint64_t accesses_after_publish; // plain loads and stores behind the last volatile store
 };
 
 enum class State { ready, in_warp_step, in_block_step, ended };
@@ -77,7 +77,7 @@ char* stacks;
 Lane* current;
 bool failed;
 unsigned block_waiting, block_epoch;
-bool block_dirty, block_drew, block_drew_last, system_dirty;
+bool block_dirty, block_drew, block_drew_last;
 uint64_t budget;
 Report* report;
 std::vector<Region> regions;
@@ -229,18 +229,17 @@ void touch(const void* address, size_t n, bool store, bool is_volatile) {
     ++(store ? report->stores : report->loads)[width];
     if (is_volatile) {
         if (store) {
-            if (system_dirty) fail("a volatile store to %s announces stores that no FENCE_SYSTEM covers", region->name);
             if (report->num_published < 16) report->published_at[report->num_published] = at;
             ++report->num_published;
-            report->stores_after_publish = 0;
+            report->accesses_after_publish = 0;
         }
         return;
     }
+    ++report->accesses_after_publish;
     if (region->shadow) check_race(*region, at, n, store);
     if (store) {
         if (block_drew && !block_drew_last) fail("stores to %s after its block drew a ticket", region->name);
-        current->dirty = system_dirty = true;
-        ++report->stores_after_publish;
+        current->dirty = true;
     }
 }
 
@@ -362,13 +361,10 @@ void shim_block_sync(ShimSite site) {
     for (unsigned i = 0; i < blockDim.x; ++i) lanes[i].state = State::ready;
 }
 
-void shim_fence(bool system) {
+void shim_fence() {
     spend();
     current->dirty = false;
     if (!block_waiting) block_dirty = false;
-    bool others = block_dirty;
-    for (unsigned i = 0; i < blockDim.x; ++i) others |= lanes[i].dirty;
-    if (system && !others) system_dirty = false;
 }
 
 unsigned shim_ticket(ShimSite site, unsigned* counter, unsigned last) {
@@ -404,7 +400,7 @@ EXPORT int shim_run(const ShimKernel* which, unsigned grid, unsigned block, unsi
     arguments = params;
     budget = max_steps;
     current = nullptr;
-    failed = system_dirty = false;
+    failed = false;
     if (!stacks) {
         void* memory = mmap(nullptr, kMaxBlock * kStackBytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
