@@ -5,6 +5,7 @@ from .buffers import UvaBackedTensor, UvaBuffer, UvaBufferPool
 from .device import UvaStatus, is_uva_available, uva_status
 from .errors import CaptureError, UvaUnavailableError
 from .kernels import warmup
+from .params import DeviceParamTable
 from .ring import Stats, set_default_max_concurrency
 from .staged import FusedStagedWriter, StagedWriteTensor
 
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockTables",
     "CaptureError",
+    "DeviceParamTable",
     "FusedStagedWriter",
     "StagedWriteTensor",
     "Stats",

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import appends, packing, ring, staged, writes
+from . import appends, packing, ring, staged, step, step_inputs, writes
 from .buffers import check_size
 from .device import Device, get_backend
 
@@ -21,6 +21,17 @@ INT32 = np.dtype(np.int32)
 
 class _GroupTable(staged.StagedWriteTensor):
     """The block table of one group. It is written by its BlockTables, together with the counts."""
+
+    _reader: weakref.ref[step.StepPath]
+
+    def rebind(self, array: Any) -> None:
+        """Go over to `array`, as `StagedWriteTensor.rebind`; a step that still reads the old table keeps it."""
+        old = self._table
+        super().rebind(array)
+        reader = self._reader()
+        if reader is not None:
+            reader.stale = True
+            ring.retire(reader.is_idle, old)
 
     def _make_path(self, max_concurrency: int | None) -> Any:
         return None  # one path writes all groups
@@ -53,7 +64,7 @@ class BlockCounts:
         self.gpu = device
 
 
-class BlockTables:
+class BlockTables(step_inputs.StepInputs):
     """Block tables for one or many KV-cache groups, changed by staged appends and applied by one launch.
 
     Parameters
@@ -84,6 +95,10 @@ class BlockTables:
     block_tables : tuple of StagedWriteTensor
         One a group, ``[max_num_reqs, width] int32``; staging on them directly raises.
     num_blocks : BlockCounts
+    input_block_tables : tuple of cupy.ndarray or numpy.ndarray
+        ``[groups]`` arrays ``[max_num_reqs, width] int32``: what `gather_block_tables` wrote last. Zeros at first.
+    slot_mappings : cupy.ndarray or numpy.ndarray
+        ``[groups, max_num_batched_tokens] int64``: what `compute_slot_mappings` wrote last. ``-1`` at first.
     stats : Stats
 
     Raises
@@ -135,6 +150,14 @@ class BlockTables:
         (self.max_num_reqs,) = positive((max_num_reqs,), "max_num_reqs")
         (self.max_num_batched_tokens,) = positive((max_num_batched_tokens,), "max_num_batched_tokens")
         factors = [b // k for b, k in zip(self.block_sizes, self.kernel_block_sizes, strict=True)]
+        facts = step_inputs.group_facts(
+            self.block_sizes,
+            self.kernel_block_sizes,
+            widths,
+            (cp_size, cp_rank, cp_interleave),
+            dcp_sharded,
+            slot_mapping_enabled,
+        )
 
         self.backend = get_backend(device)
         self.block_tables = tuple(
@@ -155,11 +178,17 @@ class BlockTables:
         weakref.finalize(self, ring.drop, self._path).atexit = False
 
         self.reserve(groups * self.max_num_reqs, groups * self.max_num_reqs)
+        self._make_step(self._path, facts)
+        for table in self.block_tables:
+            table._reader = weakref.ref(self._step)
 
     @property
     def stats(self) -> ring.Stats:
-        """What the applies have done so far."""
-        return self._path.read_stats()
+        """What the applies have done so far; waits and host allocations are those of the steps too."""
+        stats, more = self._path.read_stats(), self._step.stats
+        stats.waits, stats.wait_s = stats.waits + more.waits, stats.wait_s + more.wait_s
+        stats.host_allocations += more.host_allocations
+        return stats
 
     def append_block_ids(self, req_index: int, new_block_ids: Sequence[Any], overwrite: bool) -> None:
         """Stage new KV block ids of one request, in every group.
@@ -233,6 +262,7 @@ class BlockTables:
     def refresh_pointers(self, stream: Any = None) -> None:
         """Rewrite the device's table addresses after a `rebind`; as `FusedStagedWriter.refresh_pointers`."""
         self._path.refresh_pointers(stream)
+        self._step.stale = False
 
     def reserve(self, num_writes: int, num_blocks: int) -> None:
         """Make room for that many writes (request and group pairs) and KV block ids a step, over all groups.

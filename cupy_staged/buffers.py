@@ -341,7 +341,7 @@ class _PoolCore:
         return self._checked(flat).reshape(values.shape)
 
     def _checked(self, x: Any) -> np.ndarray:
-        """The values of `x`, of one dimension, as an array of the pool's dtype."""
+        """Convert the values of `x`, of one dimension, to an array of the pool's dtype."""
         values = writes.convert(x, self.dtype)
         if isinstance(values, np.ndarray):
             return values

@@ -177,6 +177,7 @@ class CudaBackend:
         self._current_stream = cupy.cuda.get_current_stream
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
         self._error = cupy.cuda.runtime.CUDARuntimeError
+        self.stream(None)  # CaptureError before anything is made
         with self.current():
             # Memory comes from and is cleared on a stream of our own: a constructor neither waits for a stalled stream of
             # the caller nor races with it, and a dropped block goes back to where no kernel of the caller was queued.
@@ -209,14 +210,7 @@ class CudaBackend:
                 stream = self._foreign_stream(stream)
             if stream.device_id != self.id and stream.device_id >= 0:
                 raise ValueError(f"{stream!r} belongs to device {stream.device_id}; this object lives on device {self.id}")
-        try:
-            capturing = self._is_capturing(stream.ptr)
-        except self._error as error:
-            if not 900 <= error.status < 910:  # not about captures: the device is broken
-                raise
-            raise CaptureError(f"another stream is being captured, and this one would break it: {error}") from None
-        if capturing:
-            raise CaptureError(f"{stream!r} is being captured: call this before the capture begins or after it ends")
+        self._refuse_capture(stream)
         return stream
 
     def _foreign_stream(self, stream: Any) -> Any:
@@ -239,9 +233,19 @@ class CudaBackend:
         """A stream of any device, checked for captures."""
         if not hasattr(stream, "ptr"):
             stream = self._foreign_stream(stream)
-        if self._is_capturing(stream.ptr):
-            raise CaptureError(f"{stream!r} in wait_for is being captured: wait before it begins or after it ends")
+        self._refuse_capture(stream)
         return stream
+
+    def _refuse_capture(self, stream: Any) -> None:
+        """Raise CaptureError where `stream` is being captured, or where work on it would break a capture."""
+        try:
+            capturing = self._is_capturing(stream.ptr)
+        except self._error as error:
+            if not 900 <= error.status < 910:  # not about captures: the device is broken
+                raise
+            raise CaptureError(f"another stream is being captured, and this one would break it: {error}") from None
+        if capturing:
+            raise CaptureError(f"{stream!r} is being captured: call this before the capture begins or after it ends")
 
     def _event_on(self, stream: Any) -> Any:
         device_id = stream.device_id if stream.device_id >= 0 else self.id

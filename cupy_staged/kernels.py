@@ -6,6 +6,7 @@ Compiled functions stay for the life of the process.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,8 +50,19 @@ def get_function(backend: CudaBackend, file: str, name: str, unit: int = 4) -> A
     function = _functions.get(key)
     if function is None:
         with _lock, backend.current():
-            module = backend.cupy.RawModule(code=source_of(file), options=("-std=c++17", f"-DUNIT_BYTES={unit}"))
-            function = _functions[key] = module.get_function(name)
+            options = ("-std=c++17", f"-DUNIT_BYTES={unit}")
+            try:
+                function = backend.cupy.RawModule(code=source_of(file), options=options).get_function(name)
+            except OSError:  # CuPy's cache folder cannot be written: compile in memory
+                before = os.environ.get("CUPY_CACHE_IN_MEMORY")
+                os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+                try:
+                    function = backend.cupy.RawModule(code=source_of(file), options=options).get_function(name)
+                finally:
+                    del os.environ["CUPY_CACHE_IN_MEMORY"]
+                    if before is not None:
+                        os.environ["CUPY_CACHE_IN_MEMORY"] = before
+            _functions[key] = function
     return function
 
 
@@ -71,6 +83,8 @@ def warmup(device: Device = None) -> None:
     """
     backend = get_backend(device)
     packing.compile_all()
+    packing.compile_step()
+    packing.compile_params()
     if isinstance(backend, CudaBackend):
         for unit in (1, 2, 4, 8):
             for name in ("apply_write", "apply_write_groups"):
@@ -154,7 +168,7 @@ def _cuda_launchers(
     def capture(source: int, shape: tuple[int, int, int]) -> int:
         blocks, threads, cells = shape
         arguments = (source, np.uint32(cells), ticket, word, *targets.arguments())
-        with backend.current(), backend.setup:
+        with backend.on_setup():
             backend.setup.begin_capture(runtime.streamCaptureModeRelaxed)
             function((blocks,), (threads,), arguments)
             graph = backend.setup.end_capture()
@@ -208,7 +222,7 @@ def make_step_launchers(
     graphs: list[Any] = []
 
     def capture(num_cells: int, blocks: int) -> int:
-        with backend.current(), backend.setup:
+        with backend.on_setup():
             backend.setup.begin_capture(runtime.streamCaptureModeRelaxed)
             if num_cells:
                 fetch_blocks = min(-(-num_cells // FETCH_THREADS), STEP_GRIDS[0])

@@ -76,8 +76,9 @@ def copy(_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
 # writes can overlap (a log that rules it out saves the packer a look).
 LOG_WRITES, LOG_VALUES, LOG_RECORDS, LOG_CONTENTS, LOG_LAST_WRITES, LOG_LAST_VALUES = 0, 1, 2, 3, 4, 5
 LOG_MAX_WRITES, LOG_MAX_VALUES, LOG_MAY_OVERLAP, LOG_FIELDS = 6, 7, 8, 9
-# One record of a log: group, row, start, length.
-RECORD_BYTES = 32
+# One record of a log, int64 each: group << 48 | row, start, length, and where in the log's contents the values begin, or for
+# a length of -1 the one value itself (of up to 8 bytes).
+RECORD_BYTES, ROW_MASK, ONE_VALUE = 32, (1 << 48) - 1, -1
 
 # What `pack` is told and tells, int64 each. SLOTS is followed by SLOT_FIELDS a slot.
 UNIT, SCALE, LOGS, NUM_LOGS, GROUPS, NUM_GROUPS = 0, 1, 2, 3, 4, 5  # bytes of a unit; units an element; tables
@@ -88,17 +89,23 @@ COPY_BYTES = 13  # slots of at least this many bytes are copied to the device fi
 NUM_BYTES, NEED = 14, 15  # results: bytes used in the slot; what was missing
 TOTAL_LAUNCHES, TOTAL_WRITES, TOTAL_VALUES, TOTAL_BYTES, TOTAL_COPIES = 16, 17, 18, 19, 20
 NUM_SLOTS, NEXT_SLOT, LAST_SLOT = 21, 22, 23  # the ring; LAST_SLOT is of the last pack
-SLOTS, SLOT_FIELDS = 24, 4
+NUM_VALUES, PACK_NUMBER = 24, 25  # scratch: values that the logs hold; packs so far, 31 bits
+# Contents that the kernel may read in place: where their facts lie (0: none may be), namely first and last address, and how
+# far the device's addresses lie from the host's; and whether this pack had a write long enough for that.
+DIRECT, HAD_LONG = 26, 27
+SLOTS, SLOT_FIELDS = 28, 4
 SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
 
-# A group: units between rows, base address, end of its last write (scratch).
-GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_FIELDS = 0, 1, 2, 3
+# A group: units between rows, base address, end of its last write (scratch), and where the number of the last pack that
+# wrote to a row stands, int32 a row (0: nowhere, the table has too many rows).
+GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_STAMPS, GROUP_FIELDS = 0, 1, 2, 3, 4
 
 # What `pack` returns when it is not the number of a launcher.
 NOTHING, GROW_SLOT, GROW_TABLE, GROW_PIECES, TORN, BUSY = -1, -2, -3, -4, -5, -6
 
 MAX_GROUPS = 4095  # 12 bits of a cell
 INLINE_BYTES = 64  # longer writes go as runs: an inline value costs twice its bytes on the bus, a run 1.2 us of latency
+LONG_BYTES = 4096  # values of longer writes are read where they were staged, where the addresses allow it
 MIN_TILE, MAX_TILE = 4096, 16384  # bytes a warp copies: enough in flight to hide latency; few enough lines to cost 3 %
 PIECE_BYTES = 32  # group, offset in units, units, address of the values
 
@@ -228,7 +235,8 @@ def _move(to: int, source: int, count: int) -> None:
 def _gather(desc: int) -> int:
     """Turn all logs into pieces; returns their number, or the code of what stands in the way.
 
-    Notes on the way whether the writes of each group come in ascending order, in which case none can overlap.
+    Notes on the way whether the writes of each group come in ascending order, or none of its rows comes twice: then none
+    can overlap.
     """
     unit, scale = load(desc + 8 * UNIT), load(desc + 8 * SCALE)
     logs, groups = load(desc + 8 * LOGS), load(desc + 8 * GROUPS)
@@ -243,38 +251,51 @@ def _gather(desc: int) -> int:
     for g in range(load(desc + 8 * NUM_GROUPS)):
         store(groups + 8 * (GROUP_FIELDS * g + GROUP_END), 0)
 
-    piece = load(desc + 8 * PIECES)
-    count, blocks, ascending = 0, 0, True
+    piece, pack_number = load(desc + 8 * PIECES), (load(desc + 8 * PACK_NUMBER) + 1) & 0x7FFFFFFF
+    store(desc + 8 * PACK_NUMBER, pack_number)
+    count, blocks, num_values, ascending, once = 0, 0, 0, True, True
     for i in range(load(desc + 8 * NUM_LOGS)):
         log, first_group = load(logs + 16 * i), load(logs + 16 * i + 8)
         record, values = load(log + 8 * LOG_RECORDS), load(log + 8 * LOG_CONTENTS)
-        may_overlap = load(log + 8 * LOG_MAY_OVERLAP) != 0
-        end_values = values + load(log + 8 * LOG_VALUES) * unit * scale
-        facts, stride, of_group = 0, 0, -1  # of the group at hand
+        may_overlap, num_contents = load(log + 8 * LOG_MAY_OVERLAP) != 0, load(log + 8 * LOG_VALUES)
+        facts, stride, stamps, of_group = 0, 0, 0, -1  # of the group at hand
         for _ in range(load(log + 8 * LOG_WRITES)):
-            units = load(record + 24) * scale
-            if units > 0:
-                group = load(record) + first_group
+            length = load(record + 16)
+            if length != 0:
+                where, row = record + 24, load(record)
+                if length > 0:
+                    begin = load(where)
+                    if begin + length > num_contents:
+                        return TORN
+                    where = values + begin * scale * unit
+                else:
+                    length = 1
+                num_values += length
+                units = length * scale
+                group = (row >> 48) + first_group
                 if group != of_group:
                     facts, of_group = groups + 8 * GROUP_FIELDS * group, group
-                    stride = load(facts + 8 * GROUP_STRIDE)
-                offset = load(record + 8) * stride + load(record + 16) * scale
+                    stride, stamps = load(facts + 8 * GROUP_STRIDE), load(facts + 8 * GROUP_STAMPS)
+                row &= ROW_MASK
+                offset = row * stride + load(record + 8) * scale
                 if may_overlap:
                     if offset < load(facts + 8 * GROUP_END):
                         ascending = False
                     store(facts + 8 * GROUP_END, offset + units)
+                    if stamps == 0 or load32(stamps + 4 * row) == pack_number:
+                        once = False
+                    else:
+                        store32(stamps + 4 * row, pack_number)
                     blocks += ((offset & 63) + units + 63) >> 6
                 store(piece, group)
                 store(piece + 8, offset)
                 store(piece + 16, units)
-                store(piece + 24, values)
+                store(piece + 24, where)
                 piece += PIECE_BYTES
                 count += 1
-                values += units * unit
             record += RECORD_BYTES
-        if values != end_values:
-            return TORN
-    if not ascending:
+    store(desc + 8 * NUM_VALUES, num_values)
+    if not (ascending or once):
         if 2 * blocks > load(desc + 8 * TABLE_CAPACITY):
             store(desc + 8 * NEED, 2 * blocks)
             return GROW_TABLE
@@ -289,13 +310,30 @@ def _take(desc: int) -> None:
     logs = load(desc + 8 * LOGS)
     for i in range(load(desc + 8 * NUM_LOGS)):
         log = load(logs + 16 * i)
-        num_writes, num_values = load(log + 8 * LOG_WRITES), load(log + 8 * LOG_VALUES)
+        num_writes = load(log + 8 * LOG_WRITES)
         store(log + 8 * LOG_LAST_WRITES, num_writes)
-        store(log + 8 * LOG_LAST_VALUES, num_values)
+        store(log + 8 * LOG_LAST_VALUES, load(log + 8 * LOG_VALUES))
         store(log + 8 * LOG_WRITES, 0)
         store(log + 8 * LOG_VALUES, 0)
         store(desc + 8 * TOTAL_WRITES, load(desc + 8 * TOTAL_WRITES) + num_writes)
-        store(desc + 8 * TOTAL_VALUES, load(desc + 8 * TOTAL_VALUES) + num_values)
+    store(desc + 8 * TOTAL_VALUES, load(desc + 8 * TOTAL_VALUES) + load(desc + 8 * NUM_VALUES))
+
+
+@_jit
+def _address(desc: int, piece: int) -> int:
+    """Where on the device a piece goes."""
+    facts = load(desc + 8 * GROUPS) + 8 * GROUP_FIELDS * load(piece)
+    return load(facts + 8 * GROUP_BASE) + load(piece + 8) * load(desc + 8 * UNIT)
+
+
+@_jit
+def _direct_source(desc: int, piece: int) -> int:
+    """The device address of a piece's values where the kernel may read them in place, else 0."""
+    direct, values = load(desc + 8 * DIRECT), load(piece + 24)
+    if direct == 0 or values < load(direct) or values >= load(direct + 8):
+        return 0
+    source = values + load(direct + 16)
+    return source if (source - _address(desc, piece)) & 15 == 0 else 0
 
 
 @_jit
@@ -319,14 +357,19 @@ def pack(desc: int) -> int:
     unit, pieces, groups = load(desc + 8 * UNIT), load(desc + 8 * PIECES), load(desc + 8 * GROUPS)
 
     # How much there is: inline cells, runs, and the tiles that runs are cut into.
-    num_cells, num_runs, run_bytes = 0, 0, 0
+    num_cells, num_runs, run_bytes, direct_bytes, had_long = 0, 0, 0, 0, 0
     for p in range(num_pieces):
-        num_bytes = load(pieces + PIECE_BYTES * p + 16) * unit
+        piece = pieces + PIECE_BYTES * p
+        num_bytes = load(piece + 16) * unit
         if num_bytes <= INLINE_BYTES:
             num_cells += (num_bytes + 7) >> 3
         else:
             num_runs += 1
             run_bytes += num_bytes
+            if num_bytes >= LONG_BYTES:
+                had_long = 1
+                if _direct_source(desc, piece) != 0:
+                    direct_bytes += num_bytes
     tile = min(max((run_bytes >> 7) & ~15, MIN_TILE), MAX_TILE)
     num_tiles = 0
     if num_runs > 0:
@@ -349,8 +392,8 @@ def pack(desc: int) -> int:
             shape, warps = s, load(shapes + 16 * s)
     line_bytes = 16 * cells_per_line
     at = max(lines, warps) * line_bytes  # contents begin here
-    if at + run_bytes + 32 * num_runs > load(state + 8 * SLOT_CAPACITY):
-        store(desc + 8 * NEED, at + run_bytes + 32 * num_runs)
+    if at + run_bytes - direct_bytes + 32 * num_runs > load(state + 8 * SLOT_CAPACITY):
+        store(desc + 8 * NEED, at + run_bytes - direct_bytes + 32 * num_runs)
         return GROW_SLOT
 
     base = load(state + 8 * SLOT_ADDRESS)
@@ -379,10 +422,13 @@ def pack(desc: int) -> int:
             units = load(piece + 16)
             if units * unit <= INLINE_BYTES:
                 continue
-            group, offset = load(piece), load(piece + 8)
-            address = load(groups + 8 * (GROUP_FIELDS * group + GROUP_BASE)) + offset * unit
-            at = ((at + 15) & ~15) + (address & 15)
-            copy(base + at, load(piece + 24), units * unit)
+            x = (15 << 60) | (load(piece) << 48) | load(piece + 8)
+            source = 0 if units * unit < LONG_BYTES else _direct_source(desc, piece)
+            if source != 0:
+                x -= 1 << 60
+            else:
+                at = ((at + 15) & ~15) + (_address(desc, piece) & 15)
+                copy(base + at, load(piece + 24), units * unit)
             while units > 0:
                 if runs_here == runs_per_line or cell == room:
                     store(line, sequence)
@@ -390,9 +436,14 @@ def pack(desc: int) -> int:
                     line, cell, runs_here = line + line_bytes, 0, 0
                 cell, runs_here = cell + 1, runs_here + 1
                 count = min(units, tile // unit)
-                store(line + 16 * cell, (15 << 60) | (group << 48) | offset)
-                store(line + 16 * cell + 8, (count << 40) | at)
-                offset, at, units = offset + count, at + count * unit, units - count
+                store(line + 16 * cell, x)
+                if source != 0:
+                    store(line + 16 * cell + 8, (count << 48) | source)
+                    source += count * unit
+                else:
+                    store(line + 16 * cell + 8, (count << 40) | at)
+                    at += count * unit
+                x, units = x + count, units - count
     store(line, sequence)
     store(line + 8, lines | (cell << 32))
     for i in range(lines, warps):  # warps without work read a header too
@@ -402,7 +453,8 @@ def pack(desc: int) -> int:
     _take(desc)
     store(desc + 8 * NUM_BYTES, at)
     store(desc + 8 * TOTAL_LAUNCHES, load(desc + 8 * TOTAL_LAUNCHES) + 1)
-    store(desc + 8 * TOTAL_BYTES, load(desc + 8 * TOTAL_BYTES) + at)
+    store(desc + 8 * TOTAL_BYTES, load(desc + 8 * TOTAL_BYTES) + at + direct_bytes)
+    store(desc + 8 * HAD_LONG, had_long)
     store(state + 8 * SLOT_SEQUENCE, sequence)
     store(desc + 8 * LAST_SLOT, slot)
     store(desc + 8 * NEXT_SLOT, slot + 1 if slot + 1 < load(desc + 8 * NUM_SLOTS) else 0)
@@ -426,9 +478,11 @@ def apply_host(slot: int, cells_per_line: int, unit: int, targets: int) -> int:
             x = load(line + 16 * c)
             kind, group, offset = (x >> 60) & 15, (x >> 48) & 0xFFF, x & 0xFFFFFFFFFFFF
             to = load(targets + 8 * group) + offset * unit
+            y = load(line + 16 * c + 8)
             if kind == 15:
-                y = load(line + 16 * c + 8)
                 copy(to, slot + (y & 0xFFFFFFFFFF), (y >> 40) * unit)
+            elif kind == 14:
+                copy(to, y & 0xFFFFFFFFFFFF, (y >> 48) * unit)
             else:
                 copy(to, line + 16 * c + 8, kind * unit)
     return load(slot)
@@ -440,9 +494,9 @@ ROW_OUTSIDE, START_OUTSIDE, LENGTHS_WRONG = 1, 2, 3
 
 @_jit
 def check_batch(
-    record: int, rows: Any, starts: Any, cu_lens: Any, num_contents: int, num_rows: int, row_length: int
+    record: int, end: int, rows: Any, starts: Any, cu_lens: Any, num_contents: int, num_rows: int, row_length: int
 ) -> int:
-    """Check a batch and note it from address `record` on, behind the log's last one; nothing is staged yet.
+    """Check a batch and note it from address `record` on, with values from `end` on; nothing is staged yet.
 
     Returns -1, or `code << 48 | index of the first bad write`. `rows`, `starts`, `cu_lens` are ``[n] int64`` arrays.
     """
@@ -455,7 +509,7 @@ def check_batch(
             return (LENGTHS_WRONG << 48) | np.int64(w)
         if start < 0 or start > row_length - (total - before):
             return (START_OUTSIDE << 48) | np.int64(w)
-        record = _put_record(record, 0, row, start, total - before)
+        record = _put_record(record, row, start, total - before, end + before)
         before = total
     if before != num_contents:
         return (LENGTHS_WRONG << 48) | len(rows)
@@ -541,7 +595,7 @@ def append(desc: int, num_writes: int) -> int:
             return (LENGTHS_WRONG << 48) | num_writes
         num_ids += before
     pairs = num_writes * groups
-    store(desc + 8 * A_NEED_VALUES, num_ids * load(desc + 8 * A_MAX_FACTOR) + pairs)
+    store(desc + 8 * A_NEED_VALUES, num_ids * load(desc + 8 * A_MAX_FACTOR))
     if (
         load(log + 8 * LOG_WRITES) + 2 * pairs > load(log + 8 * LOG_MAX_WRITES)
         or load(log + 8 * LOG_VALUES) + load(desc + 8 * A_NEED_VALUES) > load(log + 8 * LOG_MAX_VALUES)
@@ -590,7 +644,8 @@ def append(desc: int, num_writes: int) -> int:
         store(desc + 8 * A_EPOCH, load(desc + 8 * A_EPOCH) + 1)
         store(log + 8 * LOG_MAY_OVERLAP, 0)
     epoch, stamps = load(desc + 8 * A_EPOCH), load(desc + 8 * A_STAMPS)
-    record = load(log + 8 * LOG_RECORDS) + RECORD_BYTES * load(log + 8 * LOG_WRITES)
+    records = load(log + 8 * LOG_RECORDS)
+    record = records + RECORD_BYTES * load(log + 8 * LOG_WRITES)
     contents, values = load(log + 8 * LOG_CONTENTS), load(log + 8 * LOG_VALUES)
     for g in range(groups):
         given = inputs + 8 * INPUT_FIELDS * g
@@ -607,7 +662,7 @@ def append(desc: int, num_writes: int) -> int:
                     if load(stamp + 16) == epoch:  # over ids that are staged already
                         store(log + 8 * LOG_MAY_OVERLAP, 1)
                 store(stamp + 16, epoch)
-                record = _put_record(record, g, row, start, (total - before) * factor)
+                record = _put_record(record, (g << 48) | row, start, (total - before) * factor, values + before * factor)
                 before = total
         _expand_ids(contents + 4 * values, load(given + 8 * IDS), load(given + 8 * IDS_BYTES), before, factor)
         values += before * factor
@@ -619,14 +674,13 @@ def append(desc: int, num_writes: int) -> int:
                 stamp = stamps_here + 24 * row
                 if load(stamp) != epoch:
                     store(stamp, epoch)
-                    store(stamp + 8, values)
-                    record = _put_record(record, groups, g, row, 1)
-                    values += 1
+                    store(stamp + 8, record - records)
+                    record = _put_record(record, (groups << 48) | g, row, ONE_VALUE, 0)
                 has = load(old_here + 8 * w) if overwrite == 0 else 0
-                store32(contents + 4 * load(stamp + 8), has + (total - before) * factor)
+                store(records + load(stamp + 8) + 24, has + (total - before) * factor)
                 before = total
     store(log + 8 * LOG_VALUES, values)
-    store(log + 8 * LOG_WRITES, (record - load(log + 8 * LOG_RECORDS)) // RECORD_BYTES)
+    store(log + 8 * LOG_WRITES, (record - records) // RECORD_BYTES)
     return -1
 
 
@@ -644,12 +698,30 @@ def _expand_ids(to: int, ids: int, ids_bytes: int, num_ids: int, factor: int) ->
 
 
 @_jit
-def _put_record(record: int, group: int, row: int, start: int, length: int) -> int:
-    store(record, group)
-    store(record + 8, row)
-    store(record + 16, start)
-    store(record + 24, length)
+def _put_record(record: int, group_and_row: int, start: int, length: int, value: int) -> int:
+    store(record, group_and_row)
+    store(record + 8, start)
+    store(record + 16, length)
+    store(record + 24, value)
     return record + RECORD_BYTES
+
+
+@_jit
+def append_batch(desc: int, rows: Any, ids: Any, totals: Any) -> int:
+    """As `append`, from an array of rows and a tuple of arrays each of ids and totals; -2 - g where totals g are too few."""
+    inputs = load(desc + 8 * A_INPUTS)
+    store(desc + 8 * A_ROWS, rows.ctypes.data)
+    store(desc + 8 * A_ROW_BYTES, 8)
+    for g in range(len(ids)):
+        if len(totals[g]) != len(rows):
+            return -2 - g
+        given = inputs + 8 * INPUT_FIELDS * g
+        store(given + 8 * IDS, ids[g].ctypes.data)
+        store(given + 8 * IDS_BYTES, 4)
+        store(given + 8 * TOTALS, totals[g].ctypes.data)
+        store(given + 8 * TOTALS_BYTES, 8)
+        store(given + 8 * NUM_IDS, len(ids[g]))
+    return append(desc, len(rows))
 
 
 # The descriptor of one step, as in `kernels/block_tables.cu`: int64 each.
@@ -663,8 +735,8 @@ F_SPAN, F_RANKS, F_RANK, F_INTERLEAVE, F_SPLIT, F_KERNEL_BLOCK, F_COLUMNS, F_WID
 GATHER_COLUMNS, GROUPS_PER_UNIT = 512, 4
 
 # What a step is told and tells, int64 each: constants of the descriptor (S_TARGETS to S_NUM_CHUNKS), then the ring. A
-# slot has its address, that of the device's copy of it, its sequence, and the address of its fence word. Behind the ring
-# comes one slot that is not fenced: the descriptor that goes by value.
+# slot has its address, that of the device's copy of it, its sequence, and the address of its fence word. Behind the
+# ring comes one slot that is not fenced: the descriptor that goes by value.
 P_CONSTANTS, P_NUM_SLOTS, P_NEXT, P_BYTES, P_BAD, P_SMALL_UNITS, P_SLOTS, P_SLOT_FIELDS = 0, 7, 8, 9, 10, 11, 12, 4
 # Launchers of a slot: by bytes to fetch, each for few and for many units.
 FETCH_BYTES = (4096, 32768)
@@ -816,24 +888,6 @@ def prepare_host(step: int) -> int:
     return load(step)
 
 
-@_jit
-def append_batch(desc: int, rows: Any, ids: Any, totals: Any) -> int:
-    """As `append`, from an array of rows and a tuple of arrays each of ids and totals; -2 - g where totals g are too few."""
-    inputs = load(desc + 8 * A_INPUTS)
-    store(desc + 8 * A_ROWS, rows.ctypes.data)
-    store(desc + 8 * A_ROW_BYTES, 8)
-    for g in range(len(ids)):
-        if len(totals[g]) != len(rows):
-            return -2 - g
-        given = inputs + 8 * INPUT_FIELDS * g
-        store(given + 8 * IDS, ids[g].ctypes.data)
-        store(given + 8 * IDS_BYTES, 4)
-        store(given + 8 * TOTALS, totals[g].ctypes.data)
-        store(given + 8 * TOTALS_BYTES, 8)
-        store(given + 8 * NUM_IDS, len(ids[g]))
-    return append(desc, len(rows))
-
-
 _INTS = types.Array(types.int64, 1, "C")
 
 
@@ -842,7 +896,7 @@ def compile_all() -> None:
     word = types.int64
     _compile(pack, word)
     _compile(apply_host, *[word] * 4)
-    _compile(check_batch, word, _INTS, _INTS, _INTS, word, word, word)
+    _compile(check_batch, word, word, _INTS, _INTS, _INTS, word, word, word)
 
 
 def compile_appends(num_groups: int) -> None:
@@ -858,3 +912,31 @@ def _compile(function: Any, *arguments: Any) -> None:
         function.disable_compile(False)
         function.compile(arguments)
         function.disable_compile()  # a call with other types raises TypeError
+
+
+def compile_step() -> None:
+    """Compile what `step.py` calls."""
+    word, ints = types.int64, types.Array(types.int32, 1, "C")
+    _compile(note_step, *[word] * 13)
+    _compile(prepare_host, word)
+    _compile(pack_step, word, ints, ints, _INTS, *[word] * 6)
+
+
+@_jit
+def differ(one: int, other: int, num_words: int) -> bool:
+    """Whether two arrays of 8-byte words differ in a bit."""
+    at = 0
+    while at < num_words:
+        end = min(at + 512, num_words)  # no branch inside: it is compared 64 bytes at a time
+        found = 0
+        for i in range(at, end):
+            found |= load(one + 8 * i) ^ load(other + 8 * i)
+        if found != 0:
+            return True
+        at = end
+    return False
+
+
+def compile_params() -> None:
+    """Compile what `params.py` calls."""
+    _compile(differ, *[types.int64] * 3)

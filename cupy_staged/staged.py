@@ -133,7 +133,7 @@ class StagedWriteTensor:
             raise ValueError(f"target's rows overlap or run backwards: stride {stride} bytes, a row has {row_bytes}")
         if address % min(self.dtype.itemsize, 8) or stride % min(self.dtype.itemsize, 8):
             raise ValueError(f"target at {address:#x} with row stride {stride} is not aligned to its items")
-        return writes.Table(address, stride, array)
+        return writes.Table(address, stride, array, self.num_rows)
 
     @property
     def num_staged(self) -> int:
@@ -182,14 +182,23 @@ class StagedWriteTensor:
                 log.put_one(log.records, at, index, start, packing.ONE_VALUE, x[0])
                 length = 0  # of contents
             else:
-                log.put_values(x, end)
-                log.put_record(log.records, at, index, start, length, 0)
+                skip = 0
+                if length >= log.long:  # to the same place modulo 16 as in the table: see `packing._direct_source`
+                    to = self._table.address + index * self._table.stride + start * log.itemsize
+                    skip = (to // log.itemsize - end) % (16 // log.itemsize)
+                log.put_values(x, end + skip)
+                log.put_record(log.records, at, index, start, length, end + skip)
+                length += skip
         except (struct.error, OverflowError, TypeError, ValueError):
             refuse_in_forked_child()
+            length = len(x) + 16
             if at == log.max_at or end + length > log.max_end:
                 log.reserve(at // packing.RECORD_BYTES + 1, end + length)
                 return self.stage_write(index, start, x)
-            writes.explain(x, self.dtype, index, start)
+            others = writes.without_numpy_bools(x)
+            if others is None:
+                writes.explain(x, self.dtype, index, start)
+            return self.stage_write(index, start, others)
         if log.at != at or log.end != end:  # no call, so no other thread, comes between here and the end
             log.torn = True
             raise writes.torn_error()

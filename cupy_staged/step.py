@@ -1,9 +1,9 @@
 """The launch path of one step: where its inputs lie, the ring its descriptors travel in, and the launch.
 
-A `StepPath` belongs to one BlockTables and reads the tables of its `WritePath`. Outside captures a descriptor, and inputs
-that lie on the host, go through a fenced slot and a graph with fixed arguments, in the order of the current stream; the
-first kernel of the graph brings the slot to the device. In a capture one kernel is launched that holds its descriptor by
-value: nothing it reads is ever rewritten behind the captured graph's back but what the caller owns.
+A `StepPath` belongs to one BlockTables and reads the tables of its `WritePath`. Outside captures a descriptor, and
+inputs that lie on the host, go through a fenced slot and a graph with fixed arguments, on the current stream; the first
+kernel of the graph brings the slot to the device. In a capture one kernel is launched that holds its descriptor by
+value: a slot would be rewritten behind the captured graph's back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import kernels, packing, ring, writes
-from .device import Backend, guard_against_fork, is_forked_child
+from .device import Backend, guard_against_fork, refuse_in_forked_child
 from .errors import CaptureError
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -40,20 +40,21 @@ class StepPath:
     def __init__(
         self, path: writes.WritePath, facts: np.ndarray, max_num_reqs: int, max_num_tokens: int, kept: Any
     ) -> None:
+        packing.compile_step()
         backend: Backend = path.backend
         self.backend = backend
         self.lock = threading.Lock()
         self.stats = ring.Stats()
+        self.stale = False  # a table was exchanged, and the addresses on the device may be old
         self._path = path
         self._kept = kept
-        self._class: type = np.ndarray if backend.id is None else backend.cupy.ndarray
+        self._class: Any = np.ndarray if backend.id is None else backend.cupy.ndarray
         num_slots = SLOTS_A_CALL * path.stats.slots
         self._fences = ring.FenceWords(backend, num_slots, self.stats)
         self._done = self._fences.words
-        widths = facts[:, packing.F_WIDTH].tolist()
-        self._chunks = np.array(
-            [g << 40 | first for g, width in enumerate(widths) for first in range(0, width, packing.GATHER_COLUMNS)], np.int64
-        )
+        widths, columns = facts[:, packing.F_WIDTH].tolist(), packing.GATHER_COLUMNS
+        chunks = [group << 40 | first for group, width in enumerate(widths) for first in range(0, width, columns)]
+        self._chunks = np.array(chunks, np.int64)
         on_device = [backend.array(facts), backend.array(self._chunks)]
         facts_address, self._chunks_address = (backend.check_array(array, "facts") for array in on_device)
 
@@ -80,14 +81,18 @@ class StepPath:
         twin, words = backend.check_array(twins, "twins"), backend.check_array(scratch, "scratch")
         self._launch: list[kernels.Launcher] = []
         self._on_device = [*on_device, twins, scratch]
-        self._states = []
+        self._states: list[int] = []
+        self._blocks: list[Any] = []
         for slot in range(num_slots):
             block = backend.pinned(slot_bytes)
             fence = (self._fences.block, 8 * slot)
             twin_here = twin + slot * slot_bytes if backend.id is not None else block.address
-            launchers, graphs = kernels.make_step_launchers(backend, block, twin_here, words + 16 * slot, fence, num_bytes)
+            launchers, graphs = kernels.make_step_launchers(
+                backend, block, twin_here, words + 16 * slot, fence, num_bytes
+            )
             self._launch += launchers
-            self._on_device += [block, graphs]
+            self._blocks.append(block)
+            self._on_device.append(graphs)
             state = packing.P_SLOTS + packing.P_SLOT_FIELDS * slot
             self._states.append(state)
             desc[state : state + 4] = block.address, twin_here, 0, self._fences.block.address + 64 * slot
@@ -98,9 +103,9 @@ class StepPath:
         if backend.id is not None:
             guard_against_fork(self)
 
-    def marks(self) -> list[tuple[memoryview, int, int]]:
-        """The fences of everything that this path has launched outside captures."""
-        return [(self._done, 8 * slot, self._words[state + 2]) for slot, state in enumerate(self._states)]
+    def is_idle(self) -> bool:
+        """Whether all that this path has launched outside captures is done."""
+        return all(self._done[8 * slot] == self._words[state + 2] for slot, state in enumerate(self._states))
 
     def run(
         self,
@@ -115,9 +120,9 @@ class StepPath:
     ) -> None:
         """Launch one step on the current stream of the device.
 
-        `num_rows` is rows to gather, `num_tokens` the most real tokens, `slots` address, stride and length of the slot
-        mapping (length 0: none), `gathered` the address on the device of the addresses to gather to, `out` (where it is 0)
-        those addresses themselves.
+        `num_rows` is rows to gather, `num_tokens` the most real tokens, `slots` the address, length and stride of the
+        slot mapping (length 0: none), `gathered` where the addresses to gather to lie on the device, `out` (where it is
+        0) those addresses themselves.
         """
         if not self.lock.acquire(False):
             self._refuse()
@@ -145,13 +150,14 @@ class StepPath:
             stream = self.backend.stream(None)
         except CaptureError:
             stream = None
-            if type(idx_mapping) is np.ndarray or not self._captures():
+            if isinstance(idx_mapping, np.ndarray) or not self._captures():
                 raise
-        if stream is not None and self._path.stale:
+        if self.stale and stream is not None:
             self._path.refresh_pointers(stream)
+            self.stale = False
         first = 0
         while True:
-            if type(idx_mapping) is np.ndarray:
+            if isinstance(idx_mapping, np.ndarray):
                 number = self._pack(idx_mapping, query_start_loc, positions, num_rows, num_tokens, slots, gathered)
             else:
                 number = self._note(
@@ -181,7 +187,14 @@ class StepPath:
             return False
 
     def _pack(
-        self, idx: Any, starts: Any, positions: Any, num_rows: int, num_tokens: int, slots: tuple[int, int, int], gathered: int
+        self,
+        idx: Any,
+        starts: Any,
+        positions: Any,
+        num_rows: int,
+        num_tokens: int,
+        slots: tuple[int, int, int],
+        gathered: int,
     ) -> int:
         """Lay host arrays out in the next slot; returns the launcher's number."""
         address, length, stride = slots
@@ -206,7 +219,14 @@ class StepPath:
         return number
 
     def _note(
-        self, direct: int, idx: Any, starts: Any, positions: Any, num_rows: int, slots: tuple[int, int, int], gathered: int
+        self,
+        direct: int,
+        idx: Any,
+        starts: Any,
+        positions: Any,
+        num_rows: int,
+        slots: tuple[int, int, int],
+        gathered: int,
     ) -> int:
         """Put the addresses of device arrays into the next slot's descriptor; returns the launcher's number."""
         address, length, stride = slots
@@ -241,7 +261,7 @@ class StepPath:
         """Let the step in `slot` gather to `out`, only groups from `first` on, as many as a descriptor has room for."""
         step = self._by_value
         if slot < len(self._states):
-            step = self._on_device[4 + 2 * slot].array[: packing.STEP_BYTES].view(np.int64)
+            step = self._blocks[slot].array[: packing.STEP_BYTES].view(np.int64)
         here = out[first : first + packing.OUT_GROUPS]
         step[packing.S_OUT : packing.S_OUT + len(here)] = here
         step[packing.S_FIRST_GROUP] = first
@@ -254,8 +274,7 @@ class StepPath:
         self._fences.wait(slot, self._words[self._states[slot] + 2], self.backend.stream(None))
 
     def _refuse(self) -> NoReturn:
-        if is_forked_child():
-            raise RuntimeError("CUDA was in use when this process was forked: make new objects in a spawned process")
+        refuse_in_forked_child()
         raise RuntimeError("another thread prepares a step of this object: lock around the calls")
 
     def _explain(self, code: int, idx: Any, starts: Any, positions: Any, num_tokens: int) -> NoReturn:

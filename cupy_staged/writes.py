@@ -20,12 +20,15 @@ import numpy as np
 from . import kernels, packing, ring
 from .device import Backend, Pinned, guard_against_fork, refuse_in_forked_child
 
-COPY_BYTES = 1 << 62  # "auto" for a device table: docs/performance.md has the measured crossover
+COPY_BYTES = 1 << 62  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
 FIRST_SLOT_BYTES = 1 << 15
+NEVER = 1 << 62
+MAX_STAMPED_ROWS = 1 << 20  # 4 MiB of host memory
 SLACK = 16  # the packer reads whole 8-byte words past the last value
 
 # What struct can pack; it checks kind and range of each value, and is the fastest way measured from a list. Only the
 # standard formats ("=") refuse a finite number that would become infinite.
+_PLAIN = {float, int, bool}
 _INT64 = np.dtype(np.int64)
 _FORMATS = {np.dtype(c): c for c in "bBhHiIqQefd"}
 
@@ -64,13 +67,14 @@ def convert(values: Any, dtype: np.dtype) -> np.ndarray | list[Any] | tuple[Any,
     return _cast(values, dtype)
 
 
-def _array_of(values: Any, dtype: np.dtype) -> np.ndarray:
-    """A list as an array, for the dtypes that struct does not know (bool, complex)."""
-    for position, value in enumerate(values):
+def _array_of(values: Any, dtype: np.dtype, first: int = 0) -> np.ndarray:
+    """A list as an array, for the dtypes that struct does not know (bool, complex); `first` is its first position."""
+    for position, value in enumerate(values, first):
         if isinstance(value, (str, bytes)) or not isinstance(value, (numbers.Number, np.generic)):
             raise TypeError(f"value {value!r} at position {position} cannot go into a table of {dtype}")
-    if dtype.kind == "c":  # a Python int may be larger than any integer dtype
-        values = [value if isinstance(value, np.generic) else complex(value) for value in values]  # type: ignore[call-overload]
+    if dtype.kind in "fc":  # a Python int may be larger than any integer dtype
+        as_kind = complex if dtype.kind == "c" else float
+        values = [value if isinstance(value, np.generic) else as_kind(value) for value in values]
     return np.array(values) if len(values) else np.empty(0, dtype)
 
 
@@ -99,15 +103,31 @@ def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     with np.errstate(over="ignore"):
         cast = values.astype(dtype)
     if kind in "fc" or values.dtype.itemsize >= dtype.itemsize:
-        lost = np.isinf(cast) & ~np.isinf(values) if kind in "fc" else np.isinf(cast)
+        lost = _is_infinite(cast) & ~_is_infinite(values)  # a bit a part
         if lost.any():
             raise OverflowError(f"value {values[int(lost.argmax())]!r} does not fit {dtype}: it would become infinite")
     return cast
 
 
+def _is_infinite(values: np.ndarray) -> np.ndarray:
+    """Bit 0: the value (or its real part) is infinite; bit 1: its imaginary part is."""
+    if values.dtype.kind == "c":
+        return np.isinf(values.real) * 1 + np.isinf(values.imag) * 2
+    return np.isinf(values) * 1
+
+
+def without_numpy_bools(values: Any) -> list[Any] | None:
+    """`values` with ints for NumPy bools, which struct does not take; None where there are none."""
+    if not any(isinstance(value, np.bool_) for value in values):
+        return None
+    return [int(value) if isinstance(value, np.bool_) else value for value in values]
+
+
 def explain(values: Any, dtype: np.dtype, row: Any = 0, start: Any = 0) -> NoReturn:
     """Say which value of a list was refused, and why; else it was `row` or `start`."""
     for position, value in enumerate(values):
+        if dtype.kind == "f" and type(value) not in _PLAIN:
+            _cast(_array_of([value], dtype, position), dtype)
         try:
             struct.pack("=" + _FORMATS[dtype], value)
         except OverflowError:
@@ -121,10 +141,37 @@ def explain(values: Any, dtype: np.dtype, row: Any = 0, start: Any = 0) -> NoRet
 
 def pack_values(values: Any, dtype: np.dtype, into: Any, at: int) -> None:
     """Write a list, tuple or range into the bytes of `into` from element `at` on, checking every value."""
+    if dtype.kind == "f" and not _PLAIN.issuperset(map(type, values)):  # struct would take a complex scalar's real part
+        values = _cast(_array_of(values, dtype), dtype).tolist()
     try:
         struct.pack_into(f"={len(values)}{_FORMATS[dtype]}", into, at * dtype.itemsize, *values)
     except (struct.error, OverflowError):
-        explain(values, dtype)
+        others = without_numpy_bools(values)
+        if others is None:
+            explain(values, dtype)
+        pack_values(others, dtype, into, at)
+
+
+class Contents:
+    """One block of staged values: plain host memory, or pinned so that the kernel can read long writes in place.
+
+    `direct` is the address of what the packer needs to know for that, 0 where the memory is not pinned.
+    """
+
+    __slots__ = ("_direct", "address", "array", "bytes", "capacity", "direct", "values")
+
+    def __init__(self, dtype: np.dtype, capacity: int, pinned: Pinned | None = None) -> None:
+        nbytes = capacity * dtype.itemsize
+        self.capacity = capacity
+        self.array = np.zeros(nbytes + SLACK, np.uint8) if pinned is None else pinned.array
+        self.address = self.array.ctypes.data
+        self.direct = 0
+        if pinned is not None:
+            facts = (pinned.address, pinned.address + nbytes, pinned.device_address - pinned.address)
+            self._direct = np.array(facts, np.int64)
+            self.direct = self._direct.ctypes.data
+        self.bytes = memoryview(self.array[:nbytes])  # type: ignore[arg-type]
+        self.values = self.array[:nbytes].view(dtype)
 
 
 class WriteLog:
@@ -139,16 +186,18 @@ class WriteLog:
     at, end : int
         Bytes of records and number of values staged; `max_at` and `max_end` are the capacities.
     records, contents : memoryview
-        Bytes of both; what lies past their ends raises.
+        Bytes of both; what lies past their ends raises. `values` are the contents as an array.
+    ring : list of Contents
+        One block, or one more than there are slots to read them: see `WritePath`. `turn` is the one in use.
     put_one, put_record : callable
-        Write a record with its one value (None where struct does not know the dtype), or without.
+        Write a record with its one value (None where the table does not hold integers), or without.
     header : memoryview
         int64: see `packing`.
     """
 
     __slots__ = (
-        "_arrays", "address", "at", "contents", "dtype", "end", "format", "header", "itemsize", "jitted", "max_at", "max_end",
-        "put_one", "put_record", "records", "torn", "values",
+        "_header", "_records", "address", "at", "contents", "dtype", "end", "format", "header", "itemsize", "jitted", "long",
+        "max_at", "max_end", "put_one", "put_record", "records", "ring", "torn", "turn", "values",
     )  # fmt: skip
 
     def __init__(self, dtype: np.dtype, jitted: bool = False) -> None:
@@ -157,38 +206,42 @@ class WriteLog:
         self.format = _FORMATS.get(dtype)
         self.jitted = jitted
         self.put_record = struct.Struct("=4q").pack_into
-        self.put_one = struct.Struct(f"=3q{self.format}").pack_into if self.format else None
+        self.put_one = struct.Struct(f"=3q{self.format}").pack_into if dtype.kind in "iu" else None
         header = np.zeros(packing.LOG_FIELDS, np.int64)
-        self._arrays: dict[str, np.ndarray] = {"header": header}
+        self._header = header
         self.header = memoryview(header)  # type: ignore[arg-type]
         self.header[packing.LOG_MAY_OVERLAP] = 1
         self.address = header.ctypes.data
         self.at = self.end = self.max_at = self.max_end = 0
         self.torn = False
-        self.reserve(64, 1024)
+        self.long = NEVER  # values from which on a write is laid for the kernel to read it in place
+        self.turn = 0
+        self.ring = [Contents(dtype, 1024)]
+        self.use(self.ring[0])
+        self.reserve(64, 0)
 
     def reserve(self, num_writes: int, num_values: int) -> None:
         """Make room for that many writes and values in all, keeping what is staged."""
         if num_writes * packing.RECORD_BYTES > self.max_at:
             size = ring.grown_size(num_writes)
-            records = self._regrow("records", size * packing.RECORD_BYTES, self.max_at)
+            records = np.zeros(size * packing.RECORD_BYTES, np.uint8)
+            if self.max_at:
+                records[: self.max_at] = self._records[: self.max_at]
+            self._records = records
             self.records = memoryview(records)  # type: ignore[arg-type]
             self.header[packing.LOG_RECORDS], self.header[packing.LOG_MAX_WRITES] = records.ctypes.data, size
             self.max_at = size * packing.RECORD_BYTES
         if num_values > self.max_end:
-            size = ring.grown_size(num_values)
-            contents = self._regrow("contents", size * self.itemsize + SLACK, self.max_end * self.itemsize)
-            self.contents = memoryview(contents[: size * self.itemsize])  # type: ignore[arg-type]
-            self.values = contents[: size * self.itemsize].view(self.dtype)
-            self.header[packing.LOG_CONTENTS], self.header[packing.LOG_MAX_VALUES] = contents.ctypes.data, size
-            self.max_end = size
+            grown = Contents(self.dtype, ring.grown_size(num_values))  # not pinned: staging calls no CUDA
+            grown.array[: len(self.contents)] = self.contents
+            self.ring[self.turn] = grown
+            self.use(grown)
 
-    def _regrow(self, name: str, nbytes: int, used: int) -> np.ndarray:
-        grown = np.zeros(nbytes, np.uint8)
-        if used:
-            grown[:used] = self._arrays[name][:used]
-        self._arrays[name] = grown
-        return grown
+    def use(self, contents: Contents) -> None:
+        """Stage values into `contents` from now on."""
+        self.contents, self.values, self.max_end = contents.bytes, contents.values, contents.capacity
+        self.header[packing.LOG_CONTENTS] = contents.address
+        self.header[packing.LOG_MAX_VALUES] = contents.capacity
 
     def put_values(self, values: Any, at: int) -> None:
         """Convert `values` (from `convert`) into the log from value `at` on."""
@@ -213,6 +266,7 @@ class WriteLog:
         self.reserve(at // packing.RECORD_BYTES + len(rows), end + len(values))
         bad = packing.check_batch(
             self.header[packing.LOG_RECORDS] + at,
+            end,
             rows,
             starts,
             cu_lens,
@@ -292,13 +346,15 @@ def no_launch(_stream: int) -> None:
 class Table:
     """Where the writes of one group go.
 
-    `address` is the base in bytes on the device, `stride` the bytes from row to row, `kept` what keeps it alive.
+    `address` is the base in bytes on the device, `stride` the bytes from row to row, `kept` what keeps it alive, `stamps`
+    the packer's note of rows that it met (None for a table of too many rows, whose batches take longer to check).
     """
 
-    def __init__(self, address: int, stride: int, kept: Any) -> None:
+    def __init__(self, address: int, stride: int, kept: Any, num_rows: int = 0) -> None:
         self.address = address
         self.stride = stride
         self.kept = kept
+        self.stamps = np.zeros(num_rows, np.int32) if 0 < num_rows <= MAX_STAMPED_ROWS else None
 
 
 class WritePath:
@@ -367,6 +423,13 @@ class WritePath:
         self._launch: list[kernels.Launcher] = [no_launch] * (num_slots * 2 * len(kernels.SHAPES))
         self._kept: list[list[Any]] = [[] for _ in range(num_slots)]
         self._note_tables()
+        # Long writes of a path's only log are not copied again, unless the whole slot goes to the device by a copy.
+        in_place = len(logs) == 1 and not logs[0][0].jitted and backend.uva and copy_bytes >= NEVER
+        self._direct_log = logs[0][0] if in_place else None
+        if self._direct_log is not None:
+            self._direct_log.long = -(-packing.LONG_BYTES // dtype.itemsize)
+            self._direct_log.ring *= num_slots + 1
+            self._reserve_contents(self._direct_log.max_end + 1)
         self._make_room(packing.GROW_PIECES, 0, 3 * 64)
         self._make_room(packing.GROW_TABLE, 0, 256)
         for slot in range(num_slots):
@@ -413,12 +476,50 @@ class WritePath:
                 self._launch[launcher](ptr)
             for log in self._counted:
                 log.at = log.end = 0
+            if self._words[packing.HAD_LONG]:
+                self._turn_contents()
         except BaseException:
             if self._words[packing.TOTAL_LAUNCHES] != packed:
                 self._recover(stream)
             raise
 
     # -- what happens now and then -----------------------------------------------------------------------------------
+
+    def _turn_contents(self) -> None:
+        """After an apply whose kernel reads long writes where they were staged: stage the next into another block.
+
+        There is one block more than there are slots. A block comes round after as many launches as there are slots and one,
+        and the last of those took the slot, and waited for the fence, of the launch that read the block.
+        """
+        self._words[packing.HAD_LONG] = 0
+        log = self._direct_log
+        if log is None:
+            return
+        contents, turn = log.ring[log.turn], log.turn
+        if contents.direct:
+            turn = turn + 1 if turn + 1 < len(log.ring) else 0
+        following = log.ring[turn]
+        if following.direct == 0 or following.capacity < contents.capacity:
+            following = log.ring[turn] = self._pinned_contents(contents.capacity)
+        log.turn = turn
+        log.use(following)
+        self._words[packing.DIRECT] = following.direct
+
+    def _pinned_contents(self, capacity: int) -> Contents:
+        nbytes = capacity * self._itemsize + SLACK
+        self.stats.host_allocations += 1
+        return Contents(self.logs[0].dtype, capacity, self.backend.pinned(nbytes))
+
+    def _reserve_contents(self, num_values: int) -> None:
+        """Make every block of contents hold `num_values`; all slots are free."""
+        log = self._direct_log
+        if log is None or num_values <= min(contents.capacity for contents in log.ring):
+            return
+        staged = log.contents
+        log.ring = [self._pinned_contents(ring.grown_size(num_values)) for _ in log.ring]
+        log.ring[log.turn].bytes[: len(staged)] = staged
+        log.use(log.ring[log.turn])
+        self._words[packing.DIRECT] = log.ring[log.turn].direct
 
     def refuse(self) -> NoReturn:
         """Say why a call may not enter."""
@@ -473,9 +574,16 @@ class WritePath:
             return
         self._words[self._slot_fields[slot] + packing.SLOT_SEQUENCE] = self._done[8 * slot]
         self._words[packing.NEXT_SLOT] = slot
-        self._words[packing.TOTAL_LAUNCHES] -= 1
+        for total, of_last in ((packing.TOTAL_LAUNCHES, 1), *self._last_totals()):
+            self._words[total] -= of_last
         for log in self.logs:
             log.restore()
+
+    def _last_totals(self) -> list[tuple[int, int]]:
+        """What the last pack added to the totals."""
+        words = self._words
+        num_writes = sum(log.header[packing.LOG_LAST_WRITES] for log in self.logs)
+        return [(packing.TOTAL_WRITES, num_writes), (packing.TOTAL_VALUES, words[packing.NUM_VALUES])]
 
     def _note_tables(self) -> None:
         """Tell the packer and the kernels where the tables are."""
@@ -484,6 +592,7 @@ class WritePath:
                 raise ValueError(f"target at {table.address:#x} with row stride {table.stride} is not aligned to its items")
             self._groups[group, packing.GROUP_STRIDE] = table.stride // self._unit
             self._groups[group, packing.GROUP_BASE] = table.address
+            self._groups[group, packing.GROUP_STAMPS] = 0 if table.stamps is None else table.stamps.ctypes.data
             self.targets.facts[:, group] = table.address, table.stride
 
     def _make_room(self, what: int, slot: int, needed: int) -> None:
@@ -538,9 +647,10 @@ class WritePath:
             if blocks > self._words[packing.TABLE_CAPACITY]:
                 self._make_room(packing.GROW_TABLE, 0, blocks)
             for slot, block in enumerate(self._slots):
+                self._wait(slot)
                 if needed > block.array.nbytes:
-                    self._wait(slot)
                     self._make_room(packing.GROW_SLOT, slot, needed)
+            self._reserve_contents(num_values + 16 * min(num_writes, num_bytes // packing.LONG_BYTES))
 
     def set_table(self, group: int, table: Table) -> None:
         """Go over to another table for `group`, from the next apply on; the old one is retired. Called exclusively."""

@@ -5,8 +5,9 @@
 // that a small apply costs one bus read. Cell 0 is the header {sequence, lines | cells << 32}; the others are
 //     values  x = count << 60 | group << 48 | offset,  y = up to 8 bytes of values        (count 1 to 8 elements)
 //     run     x = 15    << 60 | group << 48 | offset,  y = elements << 40 | byte offset   (contents lie behind the lines)
+//     direct  x = 14    << 60 | group << 48 | offset,  y = elements << 48 | address       (contents lie in UVA memory)
 // with the offset counted in elements from the target's base: row and stride were multiplied in 64 bits by the packer.
-// A run's contents lie in the slot at the same address modulo 16 as its destination, so both sides move in 16-byte steps.
+// A run's contents lie at the same address modulo 16 as its destination, so both sides move in 16-byte steps.
 //
 // Grid: any number of one-dimensional blocks of whole warps; every line up to the number of warps has a valid header.
 // The last block to finish writes the sequence into `done` (UVA memory): the slot was read, the host may rewrite it.
@@ -24,6 +25,7 @@ typedef u64 unit;
 #define OFFSET_MASK 0xffffffffffffull  // 48 bits
 #define SOURCE_MASK 0xffffffffffull    // 40 bits
 #define RUN_KIND 15u
+#define DIRECT_KIND 14u
 #define PER_CELL (16 / UNIT_BYTES)     // elements in one 16-byte step
 #define IN_FLIGHT 8                    // 16-byte reads a lane keeps in flight: 4 KiB a warp hides the bus latency
 
@@ -76,17 +78,19 @@ static __device__ __forceinline__ void apply_lines(const char* slot, u32 cells_p
         lines = sizes & 0xffffffffu;
         const bool mine = lane > 0 && lane <= (u32)(sizes >> 32);
         const u32 kind = mine ? (u32)(cell.x >> 60) : 0;
-        if (kind != 0 && kind != RUN_KIND) {
+        if (kind != 0 && kind < DIRECT_KIND) {
             unit* to = find((u32)(cell.x >> 48) & 0xfff) + (cell.x & OFFSET_MASK);
             for (u32 i = 0; i < kind; ++i) to[i] = element_of(cell.y, i);
         }
-        u32 runs = WARP_BALLOT(kind == RUN_KIND);
+        u32 runs = WARP_BALLOT(kind >= DIRECT_KIND);
         while (runs) {
             const u32 owner = LOWEST_BIT(runs);
             runs &= runs - 1;
             const u64 x = WARP_BROADCAST(cell.x, owner);
             const u64 y = WARP_BROADCAST(cell.y, owner);
-            copy_run(find((u32)(x >> 48) & 0xfff) + (x & OFFSET_MASK), slot + (y & SOURCE_MASK), y >> 40, lane);
+            const bool direct = (x >> 60) == DIRECT_KIND;
+            const char* from = direct ? (const char*)(y & OFFSET_MASK) : slot + (y & SOURCE_MASK);
+            copy_run(find((u32)(x >> 48) & 0xfff) + (x & OFFSET_MASK), from, direct ? y >> 48 : y >> 40, lane);
         }
         line += warps;
     } while (line < lines);

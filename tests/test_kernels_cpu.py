@@ -361,7 +361,7 @@ def test_offsets_past_32_bits(bench: Bench, offset: int, kernel: str) -> None:
     bench.random_writes(0, 50)
     for write in bench.writes:
         write.offset += offset
-    base = table.address - offset * bench.unit_bytes
+    base = (table.address - offset * bench.unit_bytes) % 2**64  # wraps, where the heap lies low
     last = 0 if kernel == "apply_write" else None
     args = (base, last) if last is not None else (np.array([base], np.uint64),)
     slot = lay_out(bench.writes, 32, 2)
@@ -421,7 +421,10 @@ def pack(unit_bytes: int, groups: list[tuple[int, int]], logs: list[list[tuple[i
     num_writes = sum(map(len, logs))
     log_table = []
     for log in logs:
-        records = np.array([(g << 48 | row, start, len(values), 0) for g, row, start, values in log], np.int64).reshape(-1, 4)
+        ends = np.cumsum([0, *(len(values) for *_, values in log)])
+        records = np.array(
+            [(g << 48 | row, start, len(values), end) for (g, row, start, values), end in zip(log, ends, strict=False)], np.int64
+        ).reshape(-1, 4)
         values = np.concatenate([np.zeros(0, UNITS[unit_bytes]), *(values for *_, values in log)])
         contents = aligned(values.nbytes + 8)  # the packer reads in steps of 8 bytes
         contents[: values.nbytes] = values.view(np.uint8)
@@ -437,7 +440,7 @@ def pack(unit_bytes: int, groups: list[tuple[int, int]], logs: list[list[tuple[i
     desc = np.zeros(packing.SLOTS + packing.SLOT_FIELDS, np.int64)
     desc[packing.UNIT], desc[packing.SCALE] = unit_bytes, 1
     desc[packing.LOGS], desc[packing.NUM_LOGS] = hold(np.array(log_table, np.int64)), len(logs)
-    facts = np.array([(stride, base, 0) for stride, base in groups], np.int64)
+    facts = np.array([(stride, base, 0, 0) for stride, base in groups], np.int64)
     desc[packing.GROUPS], desc[packing.NUM_GROUPS] = hold(facts), len(groups)
     desc[packing.TABLE], desc[packing.TABLE_CAPACITY] = hold(np.zeros((capacity, 2), np.int64)), capacity
     desc[packing.PIECES] = hold(np.zeros((3 * num_writes + 1, packing.PIECE_BYTES), np.uint8))

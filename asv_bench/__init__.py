@@ -1,0 +1,1 @@
+"""Benchmarks: an asv suite (`asv.conf.json`, `benchmarks/`), the report, and the experiments behind the design."""

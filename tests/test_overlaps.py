@@ -1,0 +1,141 @@
+"""Overlapping writes of one apply: the last staged wins, as if they were applied one after the other."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from common import distinct_values
+
+from cupy_staged import FusedStagedWriter, StagedWriteTensor
+from cupy_staged.testing import TableModel, assert_tables_equal
+
+
+def test_the_example(place):
+    for _ in range(20):
+        tensor = place.make(StagedWriteTensor, (2, 4), "i4")
+        tensor.stage_write(0, 0, [1, 2, 3, 4])
+        tensor.stage_write(0, 1, [9, 9])
+        tensor.stage_write(0, 2, [5])
+        tensor.apply_write()
+        assert place.asnumpy(tensor.gpu).tolist() == [[1, 9, 5, 4], [0] * 4]
+        assert tensor.stats.launches == 1
+
+
+def test_every_order_of_four_writes(place):
+    """Nested, crossing, touching and equal pieces, short and long, over the 64-cell words of the check."""
+    pieces = [(0, 200), (60, 70), (100, 64), (63, 2)]
+    tensor = place.make(StagedWriteTensor, (24, 200), "i4")
+    model = TableModel((24, 200), "i4")
+    for row, order in enumerate(itertools.permutations(pieces)):
+        for salt, (start, length) in enumerate(order):
+            values = distinct_values("i4", length, salt)
+            tensor.stage_write(row, start, values)
+            model.stage_write(row, start, values)
+    tensor.apply_write()
+    model.apply()
+    assert_tables_equal(place.asnumpy(tensor.gpu), model.table)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "f4", "i8", "c16"])
+def test_random_overlaps(place, dtype):
+    rng = np.random.default_rng(7)
+    tensor = place.make(StagedWriteTensor, (4, 400), dtype)
+    model = TableModel((4, 400), dtype)
+    for step in range(12):
+        for w in range(int(rng.integers(2, 120))):
+            length = int(rng.choice([1, 2, 5, 16, 17, 64, 65, 130, 400]))
+            start = int(rng.integers(0, 400 - length + 1))
+            row = int(rng.integers(0, 4))
+            values = (
+                rng.integers(1, 200, length).astype(dtype) if dtype == "u1" else distinct_values(dtype, length, w % 6)
+            )
+            tensor.stage_write(row, start, values)
+            model.stage_write(row, start, values)
+        tensor.apply_write()
+        model.apply()
+        assert_tables_equal(place.asnumpy(tensor.gpu), model.table, group=step)
+
+
+def test_overlaps_inside_a_batch_and_with_what_came_before(place):
+    tensor = place.make(StagedWriteTensor, (2, 6), "i4")
+    tensor.stage_write(1, 0, [1, 1, 1, 1, 1, 1])
+    tensor.stage_writes([1, 1, 0, 1], [1, 2, 0, 5], [2, 2, 2, 3, 4, 5, 5, 6], [3, 4, 7, 8])
+    tensor.stage_write(1, 4, [7])
+    tensor.apply_write()
+    assert place.asnumpy(tensor.gpu).tolist() == [[4, 5, 5, 0, 0, 0], [1, 2, 3, 2, 7, 6]]
+
+
+def test_the_same_cell_many_times(place):
+    tensor = place.make(StagedWriteTensor, 3, "i8")
+    for value in range(1000):
+        tensor.stage_write_elem(1, value)
+    tensor.stage_write(2, 0, [])
+    tensor.apply_write()
+    assert place.asnumpy(tensor.gpu).tolist() == [0, 999, 0]
+
+
+def test_equal_cells_of_different_groups_do_not_overlap(place):
+    tables = [place.make(StagedWriteTensor, (2, 70), "i4") for _ in range(3)]
+    writer = place.fuse(FusedStagedWriter, tables)
+    for salt, table in enumerate(tables):
+        table.stage_write(1, 3, np.full(60, salt + 1))
+        table.stage_write(1, 0, [50 + salt])
+        table.stage_write(1, 2, [60 + salt] * 2)
+    writer.apply()
+    for salt, table in enumerate(tables):
+        want = [50 + salt, 0, 60 + salt, 60 + salt] + [salt + 1] * 59 + [0] * 7
+        assert place.asnumpy(table.gpu).tolist() == [[0] * 70, want]
+
+
+def test_overlaps_by_way_of_the_row_stride(place):
+    """A one-column table and a wide one: cells are told apart by row and column, not by the order of the calls."""
+    tensor = place.make(StagedWriteTensor, (300, 3), "i2")
+    model = TableModel((300, 3), "i2")
+    rng = np.random.default_rng(8)
+    for row in rng.permutation(300).tolist() * 2:
+        start, length = int(rng.integers(0, 3)), 1
+        length = int(rng.integers(1, 4 - start))
+        values = rng.integers(1, 2**15, length)
+        tensor.stage_write(row, start, values)
+        model.stage_write(row, start, values)
+    tensor.apply_write()
+    model.apply()
+    assert_tables_equal(place.asnumpy(tensor.gpu), model.table)
+
+
+@pytest.mark.parametrize("applies", [600])
+def test_the_scratch_table_is_right_when_its_epoch_comes_round(host, applies):
+    tensor = host.make(StagedWriteTensor, (1, 80), "i4")
+    want = np.zeros(80, np.int32)
+    for step in range(1, applies):
+        first, second = (step * 7) % 60, (step * 13) % 60
+        tensor.stage_write(0, max(first, second), [step] * 20)
+        tensor.stage_write(0, min(first, second), [-step] * 20)  # descending, so that the table is used
+        tensor.apply_write()
+        want[max(first, second) : max(first, second) + 20] = step
+        want[min(first, second) : min(first, second) + 20] = -step
+        assert tensor.gpu[0].tolist() == want.tolist()
+
+
+def test_twenty_thousand_overlapping_writes_on_one_row(host):
+    """They take O(w log w + values): a quadratic search would take minutes. The bound is loose for slow machines."""
+    rng = np.random.default_rng(9)
+    count, columns = 20_000, 5000
+    starts = rng.integers(0, columns - 40, count)
+    lengths = rng.integers(1, 41, count)
+    totals = np.cumsum(lengths)
+    values = rng.integers(0, 2**31, totals[-1]).astype(np.int32)
+    want = np.zeros(columns, np.int32)
+    for start, length, total in zip(starts, lengths, totals, strict=True):
+        want[start : start + length] = values[total - length : total]
+    tensor = host.make(StagedWriteTensor, (1, columns), "i4")
+    took = []
+    for _ in range(3):
+        tensor.stage_writes(np.zeros(count, np.int64), starts, values, totals)
+        begin = time.perf_counter()
+        tensor.apply_write()
+        took.append(time.perf_counter() - begin)
+        assert_tables_equal(tensor.gpu[0], want)
+        tensor.gpu[...] = 0
+    assert min(took) < 0.25
