@@ -4,6 +4,7 @@
 #   make demo          the main job: on the GPU where there is one, else on the host
 #   make test          the test suite             (PYTEST_ARGS="-k pool" narrows it)
 #   make lint types    ruff, mypy
+#   make docs          the pages in build/docs      (a warning is an error)
 #   make wheel         sdist and wheel in dist/
 #   make bench-check   asv loads every benchmark and runs none
 #   make clean         remove all of the above
@@ -50,7 +51,7 @@ DEV := $(VENV)/.installed-dev
 INSTALL_FAILED = { echo "make: could not install cupy-staged$(EXTRA) into $(VENV); pip's reason is above." \
   "CUDA=none leaves CuPy out and runs on the host." >&2; exit 1; }
 
-.PHONY: demo test lint types wheel bench-check clean
+.PHONY: demo test lint types docs wheel bench-check clean
 
 demo: $(RUN)
 	$(BIN)/cupy-staged demo
@@ -65,6 +66,9 @@ lint: $(DEV)
 
 types: $(DEV)
 	$(BIN)/mypy
+
+docs: $(DEV)
+	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs build/docs
 
 # The wheel is built from the sdist, so a file that the sdist forgets is missed here and not by a user.
 wheel: $(DEV)

@@ -130,7 +130,9 @@ class BlockLog:
             if flag.dtype != np.bool_:
                 raise TypeError(f"overwrite must be a bool or an array of bool, got dtype {flag.dtype}")
             if flag.shape not in ((), rows.shape):
-                raise ValueError(f"overwrite must be one bool, or one for each of the {len(rows)} requests, got {flag.shape}")
+                raise ValueError(
+                    f"overwrite must be one bool, or one for each of the {len(rows)} requests, got {flag.shape}"
+                )
             step = flag.ndim
         self._words[packing.A_OVERWRITE], self._words[packing.A_OVERWRITE_STEP] = flag.ctypes.data, step
         bad = packing.append_batch(self._address, rows, ids, totals)
@@ -139,7 +141,9 @@ class BlockLog:
             bad = packing.append_batch(self._address, rows, ids, totals)
         if bad < -1:
             group = -2 - bad
-            raise ValueError(f"cu_num_blocks[{group}] must have {len(rows)} entries, one a request, got {len(totals[group])}")
+            raise ValueError(
+                f"cu_num_blocks[{group}] must have {len(rows)} entries, one a request, got {len(totals[group])}"
+            )
         if bad >= 0:
             self._refuse(bad, rows, ids, totals)
 
@@ -149,7 +153,7 @@ class BlockLog:
         if type(values) is np.ndarray and values.dtype is INT32 and values.strides == (4,) and values.flags.writeable:
             return values
         wide = writes.as_int64(values, "new_block_ids")
-        if wide.size and not (-(2**31) <= int(wide.min()) and int(wide.max()) < 2**31):
+        if wide.size and not (int(wide.min()) >= -(2**31) and int(wide.max()) < 2**31):
             raise OverflowError("a block id in new_block_ids does not fit int32")
         return wide.astype(np.int32)
 

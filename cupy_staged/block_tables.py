@@ -37,7 +37,9 @@ class _GroupTable(staged.StagedWriteTensor):
         return None  # one path writes all groups
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise RuntimeError("this table belongs to a BlockTables: stage with append_block_ids, apply with apply_staged_writes")
+        raise RuntimeError(
+            "this table belongs to a BlockTables: stage with append_block_ids, apply with apply_staged_writes"
+        )
 
     stage_write = stage_write_elem = stage_writes = apply_write = clear_staged_writes = reserve = _refuse
 
@@ -146,7 +148,9 @@ class BlockTables(step_inputs.StepInputs):
         )
         for group, (block, kernel_block) in enumerate(zip(self.block_sizes, self.kernel_block_sizes, strict=True)):
             if block % kernel_block:
-                raise ValueError(f"kernel_block_sizes[{group}] = {kernel_block} must divide block_sizes[{group}] = {block}")
+                raise ValueError(
+                    f"kernel_block_sizes[{group}] = {kernel_block} must divide block_sizes[{group}] = {block}"
+                )
         (self.max_num_reqs,) = positive((max_num_reqs,), "max_num_reqs")
         (self.max_num_batched_tokens,) = positive((max_num_batched_tokens,), "max_num_batched_tokens")
         factors = [b // k for b, k in zip(self.block_sizes, self.kernel_block_sizes, strict=True)]
@@ -165,7 +169,9 @@ class BlockTables(step_inputs.StepInputs):
             for width, factor in zip(widths, factors, strict=True)
         )
         shape = (groups, self.max_num_reqs)
-        self._staged = appends.BlockLog(self.max_num_reqs, [w * f for w, f in zip(widths, factors, strict=True)], factors)
+        self._staged = appends.BlockLog(
+            self.max_num_reqs, [w * f for w, f in zip(widths, factors, strict=True)], factors
+        )
         counts = self.backend.zeros(shape, INT32)
         self.num_blocks = BlockCounts(self._staged.counts, counts)
         tables = [table._table for table in self.block_tables]

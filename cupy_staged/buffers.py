@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from . import ring, writes
-from .device import Device, Pinned, check_native, get_backend, guard_against_fork, host_view, refuse_in_forked_child, require_uva
+from .device import (
+    Device,
+    Pinned,
+    check_native,
+    get_backend,
+    guard_against_fork,
+    host_view,
+    refuse_in_forked_child,
+    require_uva,
+)
 
 MARKS = 16  # fences that one pool keeps in flight
 
@@ -269,7 +278,9 @@ class _PoolCore:
     def __enter__(self) -> None:
         if not self.lock.acquire(False):
             refuse_in_forked_child()
-            raise RuntimeError("this pool is in use by another thread: give each thread its own, or lock around the calls")
+            raise RuntimeError(
+                "this pool is in use by another thread: give each thread its own, or lock around the calls"
+            )
         self._device = self.backend.current() if self.backend.elsewhere() else None
         if self._device is not None:
             self._device.__enter__()
@@ -330,7 +341,9 @@ class _PoolCore:
             try:
                 values = np.asarray(rows)
             except ValueError:
-                raise ValueError(f"values must have shape (n, {', '.join(map(str, self.trailing))}), got ragged rows") from None
+                raise ValueError(
+                    f"values must have shape (n, {', '.join(map(str, self.trailing))}), got ragged rows"
+                ) from None
             if values.size == 0:
                 values = values.astype(self.dtype).reshape(0, *self.trailing) if values.ndim == 1 else values
         if values.shape[1:] != self.trailing or values.ndim == 0:

@@ -1,7 +1,7 @@
 """The command line: `cupy-staged info`, `demo` and `replay`; also `python -m cupy_staged`.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well, 1 the tables differ from the model,
-2 bad input. Only this module imports click and rich; it imports the library when a command needs it.
+2 bad input, 130 interrupted. Only this module imports click and rich; it imports the library when a command needs it.
 """
 
 from __future__ import annotations
@@ -87,6 +87,23 @@ _staging_option = click.option(
     show_default=True,
     help="Stage a step's block ids with one call, from arrays, or with one call a request, from lists.",
 )
+
+
+def _to_picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Find out before anything runs whether the picture can be drawn and where it goes."""
+    if value is None:
+        return None
+    from .plot import SUFFIXES, is_matplotlib_installed
+
+    if value.suffix.lower() not in SUFFIXES:
+        raise click.BadParameter(f"{str(value)!r} must end with one of {', '.join(SUFFIXES)}", ctx, param)
+    if not value.parent.is_dir():
+        raise click.BadParameter(f"{str(value.parent)!r} is not a directory", ctx, param)
+    if not is_matplotlib_installed():
+        raise click.UsageError('--plot needs matplotlib: pip install "cupy-staged[plot]"', ctx)
+    return value
+
+
 _INFO_EXAMPLES: Final = """\b
 Examples:
   cupy-staged info
@@ -94,12 +111,17 @@ Examples:
 _DEMO_EXAMPLES: Final = """\b
 Examples:
   cupy-staged demo
-  cupy-staged demo --device host --requests 1000 --seed 7"""
+  cupy-staged demo --device host --requests 1000 --seed 7
+
+Exit codes: 0 all is well, 1 the tables differ, 2 bad input."""
 _REPLAY_EXAMPLES: Final = """\b
 Examples:
   cupy-staged replay trace.csv
   cupy-staged replay trace.csv --block-sizes 16,32,64,128 --max-reqs 256
-  cupy-staged replay trace.csv --device host --check sample --json > result.json"""
+  cupy-staged replay trace.csv --check none --plot replay.png
+  cupy-staged replay trace.csv --device host --check sample --json > result.json
+
+Exit codes: 0 all is well, 1 the tables differ, 2 bad input."""
 
 
 @click.group(cls=_OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
@@ -112,7 +134,7 @@ def main() -> None:
       cupy-staged demo                  a small replay, checked cell by cell
       cupy-staged replay trace.csv      a serving trace, checked cell by cell
 
-    Exit codes: 0 all is well, 1 the tables differ from the plain NumPy model, 2 bad input.
+    Exit codes: 0 all is well, 1 the tables differ from the plain NumPy model, 2 bad input, 130 interrupted.
     """  # noqa: D301  (\b is click's mark for text that keeps its lines)
 
 
@@ -157,7 +179,12 @@ def demo(device: str | int | None, num_requests: int, staging: str, seed: int, a
 
     requests = list(generate_trace(num_requests, seed))
     # The pools hold about two thirds of what 64 rows want, so that preemption is part of it.
-    options = {"block_sizes": [16, 32, 64], "num_blocks": [2048, 1024, 512], "max_reqs": 64, "max_tokens": 1024}
+    options: dict[str, Any] = {
+        "block_sizes": [16, 32, 64],
+        "num_blocks": [2048, 1024, 512],
+        "max_reqs": 64,
+        "max_tokens": 1024,
+    }
     _replay(
         f"demo: {num_requests} generated requests", requests, requests, as_json,
         **options, device=device, check="all", staging=staging, seed=seed,
@@ -194,6 +221,13 @@ def demo(device: str | int | None, num_requests: int, staging: str, seed: int, a
 )
 @_staging_option
 @_seed_option
+@click.option(
+    "--plot",
+    metavar="PICTURE",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_to_picture,
+    help="Draw host time, writes and blocks in use over the steps; .png, .svg or .pdf.",
+)
 @_json_option
 def replay(
     trace: Path,
@@ -205,6 +239,7 @@ def replay(
     check: str,
     staging: str,
     seed: int,
+    plot: Path | None,
     as_json: bool,
 ) -> None:
     """Replay a serving trace, checked.
@@ -222,24 +257,29 @@ def replay(
     _replay(
         str(trace), first or read_trace(trace), first or read_trace(trace), as_json,
         block_sizes=block_sizes, num_blocks=pools, max_reqs=max_reqs, max_tokens=max_tokens,
-        device=device, check=check, staging=staging, seed=seed,
+        device=device, check=check, staging=staging, seed=seed, plot=plot,
     )  # fmt: skip
 
 
-def _replay(title: str, scan: Any, requests: Any, as_json: bool, **options: Any) -> None:
-    from .replay import ReplayMismatch
+def _replay(title: str, scan: Any, requests: Any, as_json: bool, *, plot: Path | None = None, **options: Any) -> None:
+    from .replay import ReplayHistory, ReplayMismatch
     from .replay import replay as run
 
     num_requests, longest = _extent(scan)
     _require_device(options["device"])
+    history = ReplayHistory() if plot is not None else None
     try:
         with _progress(num_requests) as on_step:
-            result = run(requests, max_model_len=longest, on_step=on_step, **options)
+            result = run(requests, max_model_len=longest, on_step=on_step, history=history, **options)
     except ReplayMismatch as difference:
         if as_json:
             names = ("step", "what", "group", "row", "column", "want", "got")
             click.echo(json.dumps({"ok": False, "difference": {name: getattr(difference, name) for name in names}}))
         _fail(str(difference), _EXIT_DIFFERENT)
+    if plot is not None and history is not None:
+        from .plot import draw_replay
+
+        draw_replay(history, f"{title}, on {result.device}", plot)
     if as_json:
         click.echo(json.dumps({"ok": True, "trace": title, **dataclasses.asdict(result)}))
     else:

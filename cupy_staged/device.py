@@ -209,9 +209,15 @@ class CudaBackend:
             if not hasattr(stream, "ptr"):
                 stream = self._foreign_stream(stream)
             if stream.device_id != self.id and stream.device_id >= 0:
-                raise ValueError(f"{stream!r} belongs to device {stream.device_id}; this object lives on device {self.id}")
-        self._refuse_capture(stream)
-        return stream
+                raise ValueError(
+                    f"{stream!r} belongs to device {stream.device_id}; this object lives on device {self.id}"
+                )
+        try:
+            if not self._is_capturing(stream.ptr):
+                return stream
+        except self._error:
+            pass
+        return self._refuse_capture(stream)
 
     def _foreign_stream(self, stream: Any) -> Any:
         """A stream of another library, by the CUDA stream protocol."""
@@ -233,11 +239,10 @@ class CudaBackend:
         """A stream of any device, checked for captures."""
         if not hasattr(stream, "ptr"):
             stream = self._foreign_stream(stream)
-        self._refuse_capture(stream)
-        return stream
+        return self._refuse_capture(stream)
 
-    def _refuse_capture(self, stream: Any) -> None:
-        """Raise CaptureError where `stream` is being captured, or where work on it would break a capture."""
+    def _refuse_capture(self, stream: Any) -> Any:
+        """Raise CaptureError where `stream` is being captured, or where work on it would break a capture; else return it."""
         try:
             capturing = self._is_capturing(stream.ptr)
         except self._error as error:
@@ -246,6 +251,7 @@ class CudaBackend:
             raise CaptureError(f"another stream is being captured, and this one would break it: {error}") from None
         if capturing:
             raise CaptureError(f"{stream!r} is being captured: call this before the capture begins or after it ends")
+        return stream
 
     def _event_on(self, stream: Any) -> Any:
         device_id = stream.device_id if stream.device_id >= 0 else self.id

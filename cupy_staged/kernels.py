@@ -128,7 +128,13 @@ class Targets:
 
 
 def make_launchers(
-    backend: Backend, unit: int, slot: Pinned, fence: tuple[Pinned, int], targets: Targets, event: Any, num_bytes: memoryview
+    backend: Backend,
+    unit: int,
+    slot: Pinned,
+    fence: tuple[Pinned, int],
+    targets: Targets,
+    event: Any,
+    num_bytes: memoryview,
 ) -> tuple[list[Launcher], list[Any]]:
     """One launcher for each shape, then one for each shape after a copy of the slot; and what they need kept alive.
 

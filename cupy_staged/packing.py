@@ -518,7 +518,11 @@ def check_batch(
 
 # What `append` is told, int64 each: sizes, addresses of [groups, max_num_reqs] arrays, the batch, and scratch.
 A_GROUPS, A_MAX_REQS, A_LOG, A_MAX_FACTOR = 0, 1, 2, 3
-A_COUNTS, A_STAMPS, A_EPOCH = 4, 5, 6  # int32 blocks a request has; int64 (epoch, place) of its count in the log, and epoch of its ids
+A_COUNTS, A_STAMPS, A_EPOCH = (
+    4,
+    5,
+    6,
+)  # int32 blocks a request has; int64 (epoch, place) of its count in the log, and epoch of its ids
 A_WIDTHS, A_FACTORS = 7, 8  # int64 a group: kernel blocks a row, kernel blocks a KV block
 A_ROWS, A_ROW_BYTES, A_OVERWRITE, A_OVERWRITE_STEP = 9, 10, 11, 12  # request rows; a byte each, or one for all
 A_INPUTS, A_BAD_GROUP, A_NEED_VALUES = 13, 14, 15
@@ -662,13 +666,18 @@ def append(desc: int, num_writes: int) -> int:
                     if load(stamp + 16) == epoch:  # over ids that are staged already
                         store(log + 8 * LOG_MAY_OVERLAP, 1)
                 store(stamp + 16, epoch)
-                record = _put_record(record, (g << 48) | row, start, (total - before) * factor, values + before * factor)
+                record = _put_record(
+                    record, (g << 48) | row, start, (total - before) * factor, values + before * factor
+                )
                 before = total
         _expand_ids(contents + 4 * values, load(given + 8 * IDS), load(given + 8 * IDS_BYTES), before, factor)
         values += before * factor
         before = 0
         for w in range(num_writes):
-            total, overwrite = _load_item(totals + totals_bytes * w, totals_bytes), load8(overwrites + overwrite_step * w)
+            total, overwrite = (
+                _load_item(totals + totals_bytes * w, totals_bytes),
+                load8(overwrites + overwrite_step * w),
+            )
             if total > before or overwrite != 0:
                 row = _load_item(rows + row_bytes * w, row_bytes)
                 stamp = stamps_here + 24 * row
@@ -747,8 +756,19 @@ WRONG_COUNT, NOT_RISING, TOO_FEW_POSITIONS, TOO_MANY_TOKENS = -11, -12, -13, -14
 
 @_jit
 def note_step(
-    desc: int, direct: int, idx: int, starts: int, positions: int, num_reqs: int, num_rows: int, num_positions: int,
-    slots: int, slots_stride: int, slots_length: int, gathered: int, num_bytes: int,
+    desc: int,
+    direct: int,
+    idx: int,
+    starts: int,
+    positions: int,
+    num_reqs: int,
+    num_rows: int,
+    num_positions: int,
+    slots: int,
+    slots_stride: int,
+    slots_length: int,
+    gathered: int,
+    num_bytes: int,
 ) -> int:
     """Write a step's descriptor into the next slot, or, `direct`, into the one behind the ring.
 
@@ -785,8 +805,16 @@ def note_step(
 
 @_jit
 def pack_step(
-    desc: int, idx: Any, starts: Any, positions: Any, num_rows: int, num_tokens: int,
-    slots: int, slots_stride: int, slots_length: int, gathered: int,
+    desc: int,
+    idx: Any,
+    starts: Any,
+    positions: Any,
+    num_rows: int,
+    num_tokens: int,
+    slots: int,
+    slots_stride: int,
+    slots_length: int,
+    gathered: int,
 ) -> int:
     """Check a step's host arrays and lay them out behind the descriptor in the next slot.
 
@@ -818,8 +846,19 @@ def pack_step(
         copy(step + at_starts, starts.ctypes.data, 4 * (num_reqs + 1))
         copy(step + at_positions, positions.ctypes.data, 8 * num_positions)
     return note_step(
-        desc, 0, twin + STEP_BYTES, twin + at_starts, twin + at_positions, num_reqs, num_rows, num_positions,
-        slots, slots_stride, slots_length, gathered, at_positions + 8 * num_positions,
+        desc,
+        0,
+        twin + STEP_BYTES,
+        twin + at_starts,
+        twin + at_positions,
+        num_reqs,
+        num_rows,
+        num_positions,
+        slots,
+        slots_stride,
+        slots_length,
+        gathered,
+        at_positions + 8 * num_positions,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -19,7 +19,7 @@ from .device import Backend, Device, HostBackend
 from .scheduler import Request, Scheduler, Step
 from .testing import BlockTablesModel, first_difference
 
-__all__ = ["Check", "Percentiles", "ReplayMismatch", "ReplayResult", "Staging", "replay"]
+__all__ = ["Check", "Percentiles", "ReplayHistory", "ReplayMismatch", "ReplayResult", "Staging", "replay"]
 
 Check: TypeAlias = Literal["all", "sample", "none"]
 Staging: TypeAlias = Literal["batch", "call"]
@@ -84,6 +84,26 @@ class ReplayResult:
     seconds: float
 
 
+@dataclass(slots=True)
+class ReplayHistory:
+    """What each step of a replay did, for a picture of it.
+
+    Attributes
+    ----------
+    stage_us, apply_us
+        Host time of the step, in microseconds.
+    writes
+        Writes applied.
+    blocks_in_use
+        A group each: blocks that the requests of the step's batch own.
+    """
+
+    stage_us: list[float] = field(default_factory=list)
+    apply_us: list[float] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    blocks_in_use: list[list[int]] = field(default_factory=list)
+
+
 def replay(
     requests: Iterable[Request],
     *,
@@ -97,6 +117,7 @@ def replay(
     staging: Staging = "batch",
     seed: int = 0,
     on_step: Callable[[Step], None] | None = None,
+    history: ReplayHistory | None = None,
 ) -> ReplayResult:
     """Drive `BlockTables` with a trace: every step is staged, applied, and compared as `check` says.
 
@@ -120,6 +141,8 @@ def replay(
         `"batch"`: one `append_block_ids_batch` a step, from arrays. `"call"`: one `append_block_ids` a row, from lists.
     on_step
         Called after each step and its comparison, outside of what is timed.
+    history
+        Gets an entry for each step, outside of what is timed.
 
     Raises
     ------
@@ -139,6 +162,7 @@ def replay(
     apply_ns: list[int] = []
     tokens = steps_checked = cells_checked = 0
     unchecked: Step | None = None
+    writes = 0
     begin = time.perf_counter()
     for step in scheduler:
         calls = [] if staging == "batch" else list(_calls(step))
@@ -153,6 +177,12 @@ def replay(
         stage_ns.append(t1 - t0)
         apply_ns.append(t2 - t1)
         tokens += len(step.positions)
+        if history is not None:
+            before, writes = writes, tables.stats.writes
+            history.stage_us.append((t1 - t0) / 1000)
+            history.apply_us.append((t2 - t1) / 1000)
+            history.writes.append(writes - before)
+            history.blocks_in_use.append(tables.num_blocks.np[:, step.idx_mapping].sum(axis=1).tolist())
         if check != "none":
             model.append_block_ids_batch(step.rows, step.new_block_ids, step.cu_num_blocks, step.overwrite)
             model.apply()

@@ -103,9 +103,13 @@ class StagedWriteTensor:
             self.gpu = self.backend.zeros(self.shape, self.dtype)
         self._table = self._table_of(self.gpu)
         never, always = 1 << 62, 0
-        self._copy_bytes = {"uva": never, "h2d": always, "auto": never if self.np is not None else writes.COPY_BYTES}[contents]
+        self._copy_bytes = {"uva": never, "h2d": always, "auto": never if self.np is not None else writes.COPY_BYTES}[
+            contents
+        ]
         self._log = writes.WriteLog(self.dtype)
-        self._users: list[tuple[weakref.ref[writes.WritePath], int]] = []  # paths that write this table, and as which group
+        self._users: list[
+            tuple[weakref.ref[writes.WritePath], int]
+        ] = []  # paths that write this table, and as which group
         self._path = self._make_path(max_concurrency)
 
     def _make_path(self, max_concurrency: int | None) -> writes.WritePath:
@@ -411,7 +415,9 @@ def check_members(tensors: tuple[StagedWriteTensor, ...]) -> None:
             raise ValueError(f"tensors[{group}] lives on another device than tensors[0]")
         for other in range(group):
             if share_memory(tensors[other], tensor):
-                raise ValueError(f"tensors[{other}] and tensors[{group}] share memory: their writes would have no order")
+                raise ValueError(
+                    f"tensors[{other}] and tensors[{group}] share memory: their writes would have no order"
+                )
 
 
 def share_memory(a: StagedWriteTensor, b: StagedWriteTensor) -> bool:

@@ -51,7 +51,9 @@ def convert(values: Any, dtype: np.dtype) -> np.ndarray | list[Any] | tuple[Any,
         if isinstance(values, (str, bytes, bytearray, dict)) or not (
             isinstance(values, Iterable) or hasattr(values, "__array__")
         ):
-            raise TypeError(f"values must be a list, tuple, range, array or iterable of numbers, got {type(values).__name__}")
+            raise TypeError(
+                f"values must be a list, tuple, range, array or iterable of numbers, got {type(values).__name__}"
+            )
         if hasattr(values, "__array__") or hasattr(values, "typecode"):
             values = np.asarray(values)
         else:
@@ -70,7 +72,8 @@ def convert(values: Any, dtype: np.dtype) -> np.ndarray | list[Any] | tuple[Any,
 def _array_of(values: Any, dtype: np.dtype, first: int = 0) -> np.ndarray:
     """A list as an array, for the dtypes that struct does not know (bool, complex); `first` is its first position."""
     for position, value in enumerate(values, first):
-        if isinstance(value, (str, bytes)) or not isinstance(value, (numbers.Number, np.generic)):
+        number = isinstance(value, (numbers.Number, np.generic)) and not isinstance(value, (str, bytes))
+        if not number or (dtype.kind == "f" and isinstance(value, (complex, np.complexfloating))):
             raise TypeError(f"value {value!r} at position {position} cannot go into a table of {dtype}")
     if dtype.kind in "fc":  # a Python int may be larger than any integer dtype
         as_kind = complex if dtype.kind == "c" else float
@@ -90,7 +93,9 @@ def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if kind not in order:
         raise TypeError(f"values of dtype {values.dtype} cannot go into a table of {dtype}")
     if (kind == "c" and wanted != "c") or (kind == "f" and wanted in "biu"):
-        raise TypeError(f"values of dtype {values.dtype} cannot go into a table of {dtype}: round or convert them first")
+        raise TypeError(
+            f"values of dtype {values.dtype} cannot go into a table of {dtype}: round or convert them first"
+        )
     if values.size == 0:
         return np.empty(0, dtype)
     if wanted in "biu":
@@ -250,9 +255,7 @@ class WriteLog:
         else:
             pack_values(values, self.dtype, self.contents, at)
 
-    def stage_batch(
-        self, rows: Any, starts: Any, contents: Any, cu_lens: Any, num_rows: int, row_length: int
-    ) -> None:
+    def stage_batch(self, rows: Any, starts: Any, contents: Any, cu_lens: Any, num_rows: int, row_length: int) -> None:
         """Note a batch of writes of group 0, after checking all of it; nothing changes where it raises."""
         rows, starts, cu_lens = (
             as_int64(values, name) for values, name in ((rows, "indices"), (starts, "starts"), (cu_lens, "cu_lens"))
@@ -299,7 +302,10 @@ class WriteLog:
     def restore(self) -> None:
         """Stage again what the last pack took."""
         header = self.header
-        header[packing.LOG_WRITES], header[packing.LOG_VALUES] = header[packing.LOG_LAST_WRITES], header[packing.LOG_LAST_VALUES]
+        header[packing.LOG_WRITES], header[packing.LOG_VALUES] = (
+            header[packing.LOG_LAST_WRITES],
+            header[packing.LOG_LAST_VALUES],
+        )
         if not self.jitted:
             self.at, self.end = packing.RECORD_BYTES * header[packing.LOG_WRITES], header[packing.LOG_VALUES]
 
@@ -399,7 +405,9 @@ class WritePath:
         self._last_stream: Any = None  # of the last launch; kept, so that its address is not given to another
         self._last_ptr = -1
         self._stale = False  # a table was exchanged, the addresses on the device are old
-        self.targets = kernels.Targets(backend, np.array([[t.address for t in tables], [t.stride for t in tables]], np.int64), grouped)
+        self.targets = kernels.Targets(
+            backend, np.array([[t.address for t in tables], [t.stride for t in tables]], np.int64), grouped
+        )
 
         desc = np.zeros(packing.SLOTS + packing.SLOT_FIELDS * num_slots, np.int64)
         self._desc = desc
@@ -524,7 +532,9 @@ class WritePath:
     def refuse(self) -> NoReturn:
         """Say why a call may not enter."""
         refuse_in_forked_child()
-        raise RuntimeError("this object is in use by another thread: give each thread its own, or lock around the calls")
+        raise RuntimeError(
+            "this object is in use by another thread: give each thread its own, or lock around the calls"
+        )
 
     def is_idle(self) -> bool:
         """Whether everything that this path launched is done, to the last store."""
@@ -589,7 +599,9 @@ class WritePath:
         """Tell the packer and the kernels where the tables are."""
         for group, table in enumerate(self.tables):
             if table.stride % self._unit or table.address % self._unit:
-                raise ValueError(f"target at {table.address:#x} with row stride {table.stride} is not aligned to its items")
+                raise ValueError(
+                    f"target at {table.address:#x} with row stride {table.stride} is not aligned to its items"
+                )
             self._groups[group, packing.GROUP_STRIDE] = table.stride // self._unit
             self._groups[group, packing.GROUP_BASE] = table.address
             self._groups[group, packing.GROUP_STAMPS] = 0 if table.stamps is None else table.stamps.ctypes.data
@@ -639,7 +651,10 @@ class WritePath:
             num_bytes = num_values * self._itemsize
             tiles = num_writes + num_bytes // packing.MIN_TILE + 1
             lines = min(8 * num_writes, num_bytes) // 31 + 2 + min(tiles, 512)
-            lines = next((blocks * threads // 32 for blocks, threads, _ in kernels.SHAPES if lines <= blocks * threads // 32), lines)
+            lines = next(
+                (blocks * threads // 32 for blocks, threads, _ in kernels.SHAPES if lines <= blocks * threads // 32),
+                lines,
+            )
             needed = 512 * lines + 32 * max(tiles, 1056) + num_bytes + 32 * num_writes + 64
             if 3 * num_writes > self._words[packing.PIECES_CAPACITY]:
                 self._make_room(packing.GROW_PIECES, 0, 3 * num_writes)

@@ -423,7 +423,8 @@ def pack(unit_bytes: int, groups: list[tuple[int, int]], logs: list[list[tuple[i
     for log in logs:
         ends = np.cumsum([0, *(len(values) for *_, values in log)])
         records = np.array(
-            [(g << 48 | row, start, len(values), end) for (g, row, start, values), end in zip(log, ends, strict=False)], np.int64
+            [(g << 48 | row, start, len(values), end) for (g, row, start, values), end in zip(log, ends, strict=False)],
+            np.int64,
         ).reshape(-1, 4)
         values = np.concatenate([np.zeros(0, UNITS[unit_bytes]), *(values for *_, values in log)])
         contents = aligned(values.nbytes + 8)  # the packer reads in steps of 8 bytes

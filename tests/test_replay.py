@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cupy_staged.block_tables import BlockTables
 
 import cupy_staged.replay
+from cupy_staged.block_tables import BlockTables
 from cupy_staged.replay import Percentiles, ReplayMismatch, replay
 from cupy_staged.scheduler import HEADER, Request, Scheduler, generate_trace, read_trace
 
