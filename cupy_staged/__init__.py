@@ -6,6 +6,7 @@ from .device import UvaStatus, is_uva_available, uva_status
 from .errors import CaptureError, UvaUnavailableError
 from .kernels import warmup
 from .params import DeviceParamTable
+from .ranges import named_ranges
 from .ring import Stats, set_default_max_concurrency
 from .staged import FusedStagedWriter, StagedWriteTensor
 
@@ -24,6 +25,7 @@ __all__ = [
     "UvaStatus",
     "UvaUnavailableError",
     "is_uva_available",
+    "named_ranges",
     "set_default_max_concurrency",
     "uva_status",
     "warmup",

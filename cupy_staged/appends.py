@@ -17,7 +17,8 @@ from . import packing, ring, writes
 
 INT32 = np.dtype(np.int32)
 _flatten = itertools.chain.from_iterable
-_list_length = list.__len__
+# Writers of so many int32; a request seldom gets more blocks at once.
+_PUT_IDS = [struct.Struct(f"{n}i").pack_into for n in range(257)]
 
 
 class BlockLog:
@@ -68,7 +69,7 @@ class BlockLog:
             desc[field] = value
         self._words = memoryview(desc)  # type: ignore[arg-type]
         packing.compile_appends(groups)
-        self._grow_ids(64)
+        self._grow_ids(256)
         self._grow_old(max_num_reqs * groups)
 
     def _grow_ids(self, num_ids: int) -> None:
@@ -89,18 +90,12 @@ class BlockLog:
     def append(self, req_index: int, new_block_ids: Sequence[Any], overwrite: bool) -> None:
         """Stage the ids of one request: a list or array a group."""
         try:
-            lengths = [*map(_list_length, new_block_ids)]
-        except TypeError:  # not all are lists
-            new_block_ids = [list_of(ids) for ids in new_block_ids]
-            lengths = [*map(_list_length, new_block_ids)]
-        num_ids = sum(lengths)
-        if num_ids > len(self._ids):
-            self._grow_ids(num_ids)
-        try:
+            lengths = [*map(len, new_block_ids)]
+            ids = [*_flatten(new_block_ids)]
             self._put_lengths(self._lengths, 0, *lengths)
-            struct.pack_into(f"{num_ids}i", self._ids, 0, *_flatten(new_block_ids))
-        except (struct.error, OverflowError):
-            self._explain(new_block_ids)
+            _PUT_IDS[len(ids)](self._ids, 0, *ids)
+        except (IndexError, TypeError, struct.error, OverflowError):
+            self._put_any(new_block_ids)
         row = operator.index(req_index)
         if not 0 <= row < self.max_num_reqs:
             self._refuse_row(row)
@@ -164,15 +159,24 @@ class BlockLog:
             header[packing.LOG_WRITES] + 2 * pairs, header[packing.LOG_VALUES] + self._words[packing.A_NEED_VALUES]
         )
 
-    def _explain(self, new_block_ids: Sequence[Any]) -> NoReturn:
-        """Say which list of ids was refused, and why."""
+    def _put_any(self, new_block_ids: Sequence[Any]) -> None:
+        """Note ids and lengths of one request, whatever holds them; raises what is wrong with them."""
         if len(new_block_ids) != self.num_groups:
             raise ValueError(
                 f"new_block_ids must have one entry for each of the {self.num_groups} groups, got {len(new_block_ids)}"
             )
-        for ids in new_block_ids:
-            writes.pack_values(ids, INT32, bytearray(4 * len(ids)), 0)
-        raise TypeError("new_block_ids must hold ints")
+        found = [writes.convert(ids, INT32) for ids in new_block_ids]
+        lengths = [len(ids) for ids in found]
+        if sum(lengths) > len(self._ids):
+            self._grow_ids(sum(lengths))
+        self._put_lengths(self._lengths, 0, *lengths)
+        at = 0
+        for ids, length in zip(found, lengths, strict=True):
+            if isinstance(ids, np.ndarray):
+                self._ids[at : at + length] = ids
+            else:
+                writes.pack_values(ids, INT32, self._ids, at)
+            at += length
 
     def _refuse_row(self, row: int) -> NoReturn:
         raise IndexError(f"request row {row} is not one of the {self.max_num_reqs} rows")
@@ -197,9 +201,3 @@ class BlockLog:
             f"request row {row} has {self.counts[group, row]} kernel blocks in group {group}; the new ones, {factor} for each "
             f"KV block, exceed its row length {width} (a ({self.max_num_reqs}, {width}) table)"
         )
-
-
-def list_of(ids: Any) -> list[Any]:
-    """Block ids as a list; TypeError for anything that holds no ints."""
-    found = writes.convert(ids, INT32)
-    return found.tolist() if isinstance(found, np.ndarray) else list(found)

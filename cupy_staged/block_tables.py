@@ -225,8 +225,13 @@ class BlockTables(step_inputs.StepInputs):
         Where it raises, in whatever group, nothing of the call is staged. Nothing reaches the device before
         `apply_staged_writes`; `num_blocks.np` counts at once.
         """
-        with self._path.entered():
+        lock = self._path.lock  # as `entered`, which costs 0.2 us more
+        if not lock.acquire(False):
+            self._path.refuse()
+        try:
             self._staged.append(req_index, new_block_ids, overwrite)
+        finally:
+            lock.release()
 
     def append_block_ids_batch(
         self, req_indices: Any, new_block_ids: Sequence[Any], cu_num_blocks: Sequence[Any], overwrite: Any

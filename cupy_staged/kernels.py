@@ -67,7 +67,9 @@ def get_function(backend: CudaBackend, file: str, name: str, unit: int = 4) -> A
 
 
 def warmup(device: Device = None) -> None:
-    """Compile and load everything for a device now, so that no constructor has to.
+    """Compile and load for a device now, so that constructors find it done.
+
+    What depends on the number of groups of a `BlockTables` is compiled by its constructor.
 
     Parameters
     ----------

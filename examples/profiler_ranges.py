@@ -1,9 +1,9 @@
-"""Names for Nsight Systems around the parts of a step: stage, apply, gather and slot mapping.
+"""Names for Nsight Systems around the parts of a step: stage, pack, apply, gather and slot mapping.
 
     nsys profile --trace cuda,nvtx python examples/profiler_ranges.py
 
-`cupyx.profiler.time_range` marks host time; the profile shows below it what it launched. A program without ranges pays
-nothing for them. Needs CuPy; in a profile of the host backend the ranges show too.
+`named_ranges` names the library's parts while its block runs; `cupyx.profiler.time_range` names the program's own. A
+program without ranges pays nothing for them. Needs CuPy; in a profile of the host backend the ranges show too.
 """
 
 import importlib.util
@@ -25,14 +25,12 @@ def main() -> None:
         tables = cs.BlockTables([16, 32], max_num_reqs=8, max_num_batched_tokens=64, max_num_blocks_per_group=[8, 4])
     rows = np.arange(8, dtype=np.int32)
     starts = np.arange(9, dtype=np.int32)
-    for step in range(4):
-        with time_range(f"step {step}", color_id=1):
-            with time_range("stage", color_id=2):
+    with cs.named_ranges():
+        for step in range(4):
+            with time_range(f"step {step}", color_id=1):
                 for row in range(8):
                     tables.append_block_ids(row, [[8 * step + row], [8 * step + row]], overwrite=step == 0)
-            with time_range("apply", color_id=3):
                 tables.apply_staged_writes()
-            with time_range("gather and slot mapping", color_id=4):
                 block_tables, slots = tables.prepare_step(rows, starts, np.full(8, 16 * step), 8, 8)
 
     assert slots.tolist()[0] == [16 * (24 + row) for row in range(8)]

@@ -24,6 +24,7 @@ NAMES = [
     "UvaStatus",
     "UvaUnavailableError",
     "is_uva_available",
+    "named_ranges",
     "set_default_max_concurrency",
     "uva_status",
     "warmup",
