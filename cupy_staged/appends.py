@@ -73,12 +73,16 @@ class BlockLog:
         self._grow_old(max_num_reqs * groups)
 
     def _grow_ids(self, num_ids: int) -> None:
-        self._ids = np.zeros(ring.grown_size(num_ids), np.int32)
-        self._words[packing.A_IDS] = self._ids.ctypes.data
+        ids = np.zeros(ring.grown_size(num_ids), np.int32)
+        address = ids.ctypes.data  # told before the old ones go: an interrupt may come between
+        self._words[packing.A_IDS] = address
+        self._ids = ids
 
     def _grow_old(self, pairs: int) -> None:
-        self._old = np.zeros(ring.grown_size(pairs), np.int64)
-        self._words[packing.A_OLD], self._words[packing.A_OLD_CAPACITY] = self._old.ctypes.data, len(self._old)
+        old = np.zeros(ring.grown_size(pairs), np.int64)
+        address, capacity = old.ctypes.data, len(old)
+        self._words[packing.A_OLD], self._words[packing.A_OLD_CAPACITY] = address, capacity
+        self._old = old
 
     def reserve(self, num_writes: int, num_blocks: int) -> tuple[int, int]:
         """Make room for that many (request, group) pairs and KV block ids; returns the writes and values they become."""
@@ -117,7 +121,7 @@ class BlockLog:
         rows = writes.as_int64(req_indices, "req_indices")
         ids = tuple([self._ids_of(values) for values in new_block_ids])
         totals = tuple([writes.as_int64(values, "cu_num_blocks") for values in cu_num_blocks])
-        if overwrite is True or overwrite is False:
+        if isinstance(overwrite, (bool, np.bool_)):
             flag, step = self._flag, 0
             flag[0] = overwrite
         else:
@@ -130,10 +134,11 @@ class BlockLog:
                 )
             step = flag.ndim
         self._words[packing.A_OVERWRITE], self._words[packing.A_OVERWRITE_STEP] = flag.ctypes.data, step
-        bad = packing.append_batch(self._address, rows, ids, totals)
+        append_batch = packing.append_batch if self.num_groups <= packing.MAX_TUPLE else self._append_many_groups
+        bad = append_batch(self._address, rows, ids, totals)
         if bad != -1 and bad >> 48 == packing.NO_ROOM:
             self._make_room(len(rows))
-            bad = packing.append_batch(self._address, rows, ids, totals)
+            bad = append_batch(self._address, rows, ids, totals)
         if bad < -1:
             group = -2 - bad
             raise ValueError(
@@ -141,6 +146,16 @@ class BlockLog:
             )
         if bad >= 0:
             self._refuse(bad, rows, ids, totals)
+
+    def _append_many_groups(self, desc: int, rows: np.ndarray, ids: Any, totals: Any) -> int:
+        """As `packing.append_batch`, without a tuple of arrays for Numba."""
+        for group in range(self.num_groups):
+            if len(totals[group]) != len(rows):
+                return -2 - group
+        fields = [(i.ctypes.data, 4, t.ctypes.data, 8, len(i)) for i, t in zip(ids, totals, strict=True)]
+        self._inputs[:] = np.ravel(fields)
+        self._words[packing.A_ROWS], self._words[packing.A_ROW_BYTES] = rows.ctypes.data, 8
+        return packing.append(desc, len(rows))  # type: ignore[no-any-return]
 
     @staticmethod
     def _ids_of(values: Any) -> np.ndarray:

@@ -225,13 +225,11 @@ class BlockTables(step_inputs.StepInputs):
         Where it raises, in whatever group, nothing of the call is staged. Nothing reaches the device before
         `apply_staged_writes`; `num_blocks.np` counts at once.
         """
-        lock = self._path.lock  # as `entered`, which costs 0.2 us more
-        if not lock.acquire(False):
+        lock = self._path.lock  # as `entered`, which costs a call more
+        if lock.locked():
             self._path.refuse()
-        try:
+        with lock:
             self._staged.append(req_index, new_block_ids, overwrite)
-        finally:
-            lock.release()
 
     def append_block_ids_batch(
         self, req_indices: Any, new_block_ids: Sequence[Any], cu_num_blocks: Sequence[Any], overwrite: Any
@@ -285,6 +283,7 @@ class BlockTables(step_inputs.StepInputs):
         CaptureError
             The current stream is being captured.
         """
+        writes.check_capacity(num_writes, num_blocks)
         self._path.reserve(*self._staged.reserve(num_writes, num_blocks))
 
 

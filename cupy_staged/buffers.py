@@ -14,9 +14,11 @@ import numpy as np
 
 from . import ring, writes
 from .device import (
+    PER_THREAD_STREAM,
     Device,
     Pinned,
     check_native,
+    drain,
     get_backend,
     guard_against_fork,
     host_view,
@@ -24,7 +26,7 @@ from .device import (
     require_uva,
 )
 
-MARKS = 16  # fences that one pool keeps in flight
+MARKS = 16  # fences that one pool keeps in flight, at least
 
 
 def check_size(size: int | tuple[int, ...], max_dims: int | None = None) -> tuple[int, ...]:
@@ -180,14 +182,11 @@ class UvaBufferPool:
         the fence is recorded late, when the buffer is taken back.
         """
         core = self._core
-        with core:
-            stream = core.backend.stream(stream)
-            slot, n = core.fill(x, stream)
-            if slot.twin is not None and n:
-                core.backend.copy(slot.twin.data.ptr, slot.block.address, n * core.row_bytes, stream.ptr)
-                core.stats.copies += 1
-            slot.reader = stream
-            return core.view(slot, n)
+        with core.entered():
+            if core.backend.elsewhere():
+                with core.backend.current():
+                    return core.hand_out(x, stream)
+            return core.hand_out(x, stream)
 
     def copy_to_gpu(self, x: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Copy host values into device memory through the next buffer, in stream order, and return the device array.
@@ -214,24 +213,11 @@ class UvaBufferPool:
             The stream is being captured.
         """
         core = self._core
-        with core:
-            stream = core.backend.stream(stream)
-            values = core.rows_of(x)
-            shape = (len(values), *core.trailing)
-            if out is None:
-                out = core.backend.empty_on(stream, shape, self.dtype)
-            to = core.backend.check_array(out, "out")
-            if out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
-                raise ValueError(
-                    f"out must be contiguous, of shape {shape} and dtype {self.dtype}, got shape {out.shape}, dtype {out.dtype}"
-                )
-            slot, n = core.fill(values, stream)
-            if n:
-                core.backend.copy(to, slot.block.address, n * core.row_bytes, stream.ptr)
-                core.stats.copies += 1
-                word, value = core.mark(stream)
-                slot.marks[word] = value
-            return out
+        with core.entered():
+            if core.backend.elsewhere():
+                with core.backend.current():
+                    return core.copy(x, out, stream)
+            return core.copy(x, out, stream)
 
     def fence(self, stream: Any = None) -> None:
         """Record that every view handed out so far is read by work that is on `stream` now, and by none later.
@@ -249,8 +235,12 @@ class UvaBufferPool:
             The stream is being captured.
         """
         core = self._core
-        with core:
-            core.fence(core.backend.stream(stream))
+        with core.entered():
+            if core.backend.elsewhere():
+                with core.backend.current():
+                    core.fence(core.backend.stream(stream))
+            else:
+                core.fence(core.backend.stream(stream))
 
 
 class _PoolCore:
@@ -264,9 +254,10 @@ class _PoolCore:
         self.dtype = dtype
         self.trailing = shape[1:]
         self.row_bytes = int(np.prod(self.trailing, dtype=np.int64)) * dtype.itemsize
-        self._fences = ring.FenceWords(backend, MARKS, self.stats)
-        self._values = [0] * MARKS
-        self._streams: list[Any] = [None] * MARKS
+        self._num_words = max(MARKS, 2 * num_slots)
+        self._fences = ring.FenceWords(backend, self._num_words, self.stats)
+        self._values = [0] * self._num_words
+        self._streams: list[Any] = [None] * self._num_words
         self._num_marks = 0
         self._slots = [_Slot() for _ in range(num_slots)]
         self._next = 0
@@ -275,31 +266,58 @@ class _PoolCore:
         if backend.id is not None:
             guard_against_fork(self)
 
-    def __enter__(self) -> None:
-        if not self.lock.acquire(False):
+    def entered(self) -> threading.Lock:
+        """Keep other threads out, in a `with` statement."""
+        if self.lock.locked():
             refuse_in_forked_child()
             raise RuntimeError(
                 "this pool is in use by another thread: give each thread its own, or lock around the calls"
             )
-        self._device = self.backend.current() if self.backend.elsewhere() else None
-        if self._device is not None:
-            self._device.__enter__()
+        return self.lock
 
-    def __exit__(self, *error: Any) -> None:
-        if self._device is not None:
-            self._device.__exit__(*error)
-        self.lock.release()
+    def hand_out(self, x: Any, stream: Any) -> Any:
+        """Copy `x` into the next slot and return its view, for a reader on `stream`."""
+        stream = self.backend.stream(stream)
+        slot, n = self.fill(x, stream)
+        slot.reader = stream  # before the copy: should it raise, the slot is fenced all the same
+        if slot.twin is not None and n:
+            self.backend.copy(slot.twin.data.ptr, slot.block.address, n * self.row_bytes, stream.ptr)
+            self.stats.copies += 1
+        return self.view(slot, n)
+
+    def copy(self, x: Any, out: Any, stream: Any) -> Any:
+        """Copy `x` through the next slot to `out`, or to a new array, and return that."""
+        stream = self.backend.stream(stream)
+        values = self.rows_of(x)
+        shape = (len(values), *self.trailing)
+        if out is None:
+            out = self.backend.empty_on(stream, shape, self.dtype)
+        to = self.backend.check_array(out, "out")
+        if out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
+            raise ValueError(
+                f"out must be contiguous, of shape {shape} and dtype {self.dtype}, "
+                f"got shape {out.shape}, dtype {out.dtype}"
+            )
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ValueError("out must be writeable")
+        slot, n = self.fill(values, stream)
+        if n:
+            slot.reader = stream
+            self.backend.copy(to, slot.block.address, n * self.row_bytes, stream.ptr)
+            self.stats.copies += 1
+            word, value = self.mark(stream)
+            slot.marks[word] = value
+            slot.reader = None
+        return out
 
     def _allocate(self, slot: _Slot, capacity: int) -> None:
         shape = (capacity, *self.trailing)
-        slot.block = self.backend.pinned(max(capacity * self.row_bytes, 1))
+        block = self.backend.pinned(max(capacity * self.row_bytes, 1))
         self.stats.host_allocations += 1
-        slot.host = host_view(slot.block, shape, self.dtype)
-        if self.backend.uva:
-            slot.view = self.backend.view(slot.block, shape, self.dtype)
-        else:
-            slot.view = slot.twin = self.backend.zeros(shape, self.dtype)
-        slot.last = slot.view
+        host = host_view(block, shape, self.dtype)
+        twin = None if self.backend.uva else self.backend.zeros(shape, self.dtype)
+        view = self.backend.view(block, shape, self.dtype) if twin is None else twin
+        slot.block, slot.host, slot.view, slot.last, slot.twin = block, host, view, view, twin  # all or none
 
     def is_idle(self) -> bool:
         """Whether everything that the pool knows to read its buffers is done."""
@@ -307,11 +325,16 @@ class _PoolCore:
 
     def mark(self, stream: Any) -> tuple[int, int]:
         """Fence all work on `stream` so far: a word, and the value that it will get."""
-        word = self._num_marks % MARKS
+        word = self._num_marks % self._num_words
         self._pass(word, self._values[word])
         value = self._values[word] % 255 + 1
-        self.backend.signal(self._fences.block, 8 * word, value, stream.ptr)
-        self._values[word], self._streams[word] = value, stream
+        try:
+            self._values[word], self._streams[word] = value, stream
+            self.backend.signal(self._fences.block, 8 * word, value, stream.ptr)
+        except BaseException:
+            drain(self.backend, stream)
+            self._fences.words[8 * word] = value
+            raise
         self._num_marks += 1
         return word, value
 
@@ -369,6 +392,8 @@ class _PoolCore:
         slot = self._slots[self._next]
         if slot.reader is not None:  # nobody fenced this hand-out
             reader = self.backend.stream(slot.reader)
+            if reader.ptr == PER_THREAD_STREAM:  # maybe another thread's: the null stream waits for them all
+                reader = self.backend.stream(self.backend.null)
             word, value = self.mark(reader)
             slot.marks[word], slot.reader = value, None
             self.stats.late_fences += 1

@@ -1,35 +1,34 @@
 """The command line: `cupy-staged info`, `demo` and `replay`; also `python -m cupy_staged`.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well, 1 the tables differ from the model,
-2 bad input, 130 interrupted. Only this module imports click and rich; it imports the library when a command needs it.
+2 bad input, 130 interrupted. Only this module and `console` import click and rich; a command imports the library when
+it runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Never
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from .console import print_result, progress
+
 if TYPE_CHECKING:
-    from .replay import ReplayResult
-    from .scheduler import Request, Step
+    from .scheduler import Request
 
 _EXIT_DIFFERENT: Final = 1
 _EXIT_BAD_INPUT: Final = 2
 _EXIT_INTERRUPTED: Final = 130
-_REDRAW_S: Final = 0.1
 
 
 def _fail(message: str, code: int) -> Never:
@@ -59,8 +58,10 @@ class _OneLineErrors(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _to_ints(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+def _to_ints(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
     """Convert `16,32` to integers of at least 1."""
+    if value is None:
+        return None
     parts = value.split(",")
     if not all(part.isascii() and part.isdigit() and len(part) < 12 and int(part) >= 1 for part in parts):
         raise click.BadParameter(f"{value!r} is not a list of integers of at least 1, such as 16,32", ctx, param)
@@ -72,6 +73,7 @@ def _to_device(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return int(value) if value is not None and value.isascii() and value.isdigit() else value
 
 
+_at_least_1 = click.IntRange(min=1)
 _device_option = click.option(
     "--device",
     metavar="DEVICE",
@@ -118,6 +120,8 @@ _REPLAY_EXAMPLES: Final = """\b
 Examples:
   cupy-staged replay trace.csv
   cupy-staged replay trace.csv --block-sizes 16,32,64,128 --max-reqs 256
+  cupy-staged replay trace.csv --block-sizes 32,128 --kernel-block-sizes 16 --cp-size 2 --cp-rank 1
+  cupy-staged replay trace.csv --device cuda --graph --requests 5000
   cupy-staged replay trace.csv --check none --plot replay.png
   cupy-staged replay trace.csv --device host --check sample --json > result.json
 
@@ -193,8 +197,8 @@ def demo(device: str | int | None, num_requests: int, staging: str, seed: int, a
 
 @main.command(epilog=_REPLAY_EXAMPLES)
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--max-reqs", type=click.IntRange(min=1), default=256, show_default=True, help="Rows of the tables.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens a step.")
+@click.option("--max-reqs", type=_at_least_1, default=256, show_default=True, help="Rows of the tables.")
+@click.option("--max-tokens", type=_at_least_1, default=2048, show_default=True, help="Tokens a step.")
 @click.option(
     "--num-blocks",
     metavar="N,N,…",
@@ -211,6 +215,18 @@ def demo(device: str | int | None, num_requests: int, staging: str, seed: int, a
     show_default=True,
     help="Tokens a KV block: one number a group, so that 16,32 makes two groups.",
 )
+@click.option(
+    "--kernel-block-sizes",
+    metavar="N,N,…",
+    callback=_to_ints,
+    help="Tokens a block of the attention kernel: one number for all, or one a group.  [default: as the KV blocks]",
+)
+@click.option(
+    "--cp-size", type=click.IntRange(1, 65536), default=1, show_default=True, help="Ranks of context parallelism."
+)
+@click.option("--cp-rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to be.")
+@click.option("--cp-interleave", type=_at_least_1, default=1, show_default=True, help="Tokens in a row on one rank.")
+@click.option("--requests", "num_requests", type=_at_least_1, help="Replay only that many, the first of the trace.")
 @_device_option
 @click.option(
     "--check",
@@ -220,6 +236,7 @@ def demo(device: str | int | None, num_requests: int, staging: str, seed: int, a
     help="Compare every cell with plain NumPy after every step, after every 100th and the last, or never.",
 )
 @_staging_option
+@click.option("--graph", is_flag=True, help="Prepare steps with CUDA graphs that are captured once. Not on the host.")
 @_seed_option
 @click.option(
     "--plot",
@@ -231,34 +248,33 @@ def demo(device: str | int | None, num_requests: int, staging: str, seed: int, a
 @_json_option
 def replay(
     trace: Path,
-    max_reqs: int,
-    max_tokens: int,
     num_blocks: list[int],
     block_sizes: list[int],
-    device: str | int | None,
-    check: str,
-    staging: str,
-    seed: int,
-    plot: Path | None,
+    kernel_block_sizes: list[int] | None,
+    num_requests: int | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Replay a serving trace, checked.
 
     Drives block tables as a continuous-batching server does: requests are admitted, prefilled in chunks, decoded,
-    preempted when blocks run out, and their rows and blocks recycled.
+    preempted when blocks run out, and their rows and blocks recycled. Each step stages its new blocks, applies them,
+    and prepares block tables and slot mappings, padded to the next power of two.
 
     TRACE is a CSV file: TIMESTAMP,ContextTokens,GeneratedTokens, in order of arrival.
     """
     from .scheduler import read_trace
 
     # Read twice, so that a bad last line is reported at once and the file is never held; a pipe can be read only once.
-    first = list(read_trace(trace)) if not trace.is_file() else None
-    pools = num_blocks * len(block_sizes) if len(num_blocks) == 1 else num_blocks
-    _replay(
-        str(trace), first or read_trace(trace), first or read_trace(trace), as_json,
-        block_sizes=block_sizes, num_blocks=pools, max_reqs=max_reqs, max_tokens=max_tokens,
-        device=device, check=check, staging=staging, seed=seed, plot=plot,
-    )  # fmt: skip
+    held = list(itertools.islice(read_trace(trace), num_requests)) if not trace.is_file() else None
+    scan, requests = (held or itertools.islice(read_trace(trace), num_requests) for _ in range(2))
+    options["block_sizes"], options["num_blocks"] = block_sizes, _for_all(num_blocks, block_sizes)
+    options["kernel_block_sizes"] = kernel_block_sizes and _for_all(kernel_block_sizes, block_sizes)
+    _replay(str(trace), scan, requests, as_json, **options)
+
+
+def _for_all(values: list[int], groups: list[int]) -> list[int]:
+    return values * len(groups) if len(values) == 1 else values
 
 
 def _replay(title: str, scan: Any, requests: Any, as_json: bool, *, plot: Path | None = None, **options: Any) -> None:
@@ -269,7 +285,7 @@ def _replay(title: str, scan: Any, requests: Any, as_json: bool, *, plot: Path |
     _require_device(options["device"])
     history = ReplayHistory() if plot is not None else None
     try:
-        with _progress(num_requests) as on_step:
+        with progress(num_requests) as on_step:
             result = run(requests, max_model_len=longest, on_step=on_step, history=history, **options)
     except ReplayMismatch as difference:
         if as_json:
@@ -286,7 +302,7 @@ def _replay(title: str, scan: Any, requests: Any, as_json: bool, *, plot: Path |
         where = result.device
         if where == "host" and options["device"] is None:
             where += f" ({_why_host()})"
-        _print_result(f"{title}, on {where}", result)
+        print_result(f"{title}, on {where}", result)
 
 
 def _why_host() -> str:
@@ -296,7 +312,7 @@ def _why_host() -> str:
     return "CUPY_STAGED_DEVICE=host" if os.environ.get("CUPY_STAGED_DEVICE") == "host" else count_devices()[1]
 
 
-def _extent(requests: Iterator[Request]) -> tuple[int, int]:
+def _extent(requests: Iterable[Request]) -> tuple[int, int]:
     """Return how many requests there are, and the tokens of the longest."""
     count = longest = 0
     for request in requests:
@@ -313,43 +329,3 @@ def _require_device(device: str | int | None) -> None:
         uva_status(device)
     except (RuntimeError, ImportError, TypeError) as error:
         raise click.UsageError(f"device {device!r}: {error}") from error
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[Step], None] | None]:
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn())
-    # Drawn between steps: a drawing thread would hold the interpreter while a step is timed.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("replay", total=total)
-        due = 0.0
-
-        def on_step(step: Step) -> None:
-            nonlocal due
-            if time.monotonic() >= due:
-                bar.update(task, completed=step.num_finished, refresh=True)
-                due = time.monotonic() + _REDRAW_S
-
-        yield on_step
-
-
-def _print_result(title: str, result: ReplayResult) -> None:
-    table = Table(title=Text(title), title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name in ("groups", "steps", "requests", "tokens", "preemptions"):
-        table.add_row(name, f"{getattr(result, name):,}")
-    table.add_section()
-    for name in ("writes", "values", "launches", "bytes", "growths", "waits", "late_fences", "host_allocations"):
-        table.add_row(name.replace("_", " "), f"{getattr(result, name):,}")
-    table.add_section()
-    for name, times in (("stage", result.stage_us), ("apply", result.apply_us)):
-        for percentile, value in dataclasses.asdict(times).items():
-            table.add_row(f"{name} host time {percentile}", f"{value:,.1f} µs")
-    table.add_section()
-    table.add_row("wall time", f"{result.seconds:,.1f} s")
-    checked = f"{result.cells_checked:,} cells in {result.steps_checked:,} steps: equal"
-    table.add_row(f"check {result.check}", checked if result.steps_checked else "nothing compared")
-    Console().print(table)

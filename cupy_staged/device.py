@@ -24,6 +24,7 @@ from .errors import CaptureError, UvaUnavailableError
 
 Device = int | str | None
 EXACT_PINNED_BYTES = 64 << 20  # CuPy's pinned pool rounds up to a power of two: too much for a table this large
+PER_THREAD_STREAM = 2  # cudaStreamPerThread
 SPINS = 2000  # looks at a fence word before the waiting thread begins to sleep: about 60 us
 
 
@@ -173,6 +174,7 @@ class CudaBackend:
         self.uva = uva
         self.cupy = cupy
         self.runtime = cupy.cuda.runtime
+        self.null = cupy.cuda.Stream.null
         self._get_device = cupy.cuda.runtime.getDevice
         self._current_stream = cupy.cuda.get_current_stream
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
@@ -183,8 +185,8 @@ class CudaBackend:
             # the caller nor races with it, and a dropped block goes back to where no kernel of the caller was queued.
             self.setup = cupy.cuda.Stream(non_blocking=True)
             self._setup_lock = threading.RLock()
-            with self.setup:
-                self._values = cupy.arange(256, dtype=cupy.uint64)  # sources of fence words
+            with self.setup:  # no kernel of CuPy's: it would be compiled, and fail where its cache cannot be written
+                self._values = cupy.asarray(np.arange(256, dtype=np.uint64))  # sources of fence words
             self.setup.synchronize()
 
     def elsewhere(self) -> bool:
@@ -367,17 +369,43 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def wait_word(word: memoryview, index: int, value: int, backend: Backend, stream: Any) -> None:
-    """Wait until `word[index]` is `value`, looking at the stream now and then, so that a fault does not hang."""
+    """Wait until `word[index]` is `value`, looking at the stream now and then, so that a fault does not hang.
+
+    Raises
+    ------
+    RuntimeError
+        All work on the stream is done and the word never came. It is set, as nobody reads what it guards: the next call
+        may use that.
+    """
     spins = 0
     while word[index] != value:
         spins += 1
         if spins <= SPINS:
             continue
         time.sleep(2e-5)
-        if spins % 1024 == 0 and backend.check_health(stream):
+        # The per-thread default stream is another one for each thread: that this thread's is done says nothing.
+        if spins % 1024 == 0 and backend.check_health(stream) and stream.ptr != PER_THREAD_STREAM:
             time.sleep(1e-3)
             if word[index] != value:
+                word[index] = value
                 raise RuntimeError(f"work on {stream!r} is done, but its fence word never came: a launch was lost")
+
+
+def drain(backend: Backend, stream: Any) -> None:
+    """Wait until `stream` has no work left or is broken, after a call that raised where work may have been enqueued.
+
+    Only then is it known what ran, and nobody reads what the call used. A Ctrl-C meanwhile is held back, as by a
+    synchronize: the first error is the one to show.
+    """
+    while True:
+        try:
+            if backend.check_health(stream):
+                return
+            time.sleep(1e-4)
+        except KeyboardInterrupt:
+            continue
+        except Exception:  # noqa: BLE001 - the device is broken; the caller is about to raise what it met first
+            return
 
 
 def count_devices() -> tuple[int, str]:

@@ -93,7 +93,8 @@ NUM_VALUES, PACK_NUMBER = 24, 25  # scratch: values that the logs hold; packs so
 # Contents that the kernel may read in place: where their facts lie (0: none may be), namely first and last address, and how
 # far the device's addresses lie from the host's; and whether this pack had a write long enough for that.
 DIRECT, HAD_LONG = 26, 27
-SLOTS, SLOT_FIELDS = 28, 4
+LAST_BYTES = 28  # what the last pack added to TOTAL_BYTES
+SLOTS, SLOT_FIELDS = 29, 4
 SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
 
 # A group: units between rows, base address, end of its last write (scratch), and where the number of the last pack that
@@ -333,6 +334,8 @@ def _direct_source(desc: int, piece: int) -> int:
     if direct == 0 or values < load(direct) or values >= load(direct + 8):
         return 0
     source = values + load(direct + 16)
+    if source >> 48 != 0:  # a cell has 48 bits for it
+        return 0
     return source if (source - _address(desc, piece)) & 15 == 0 else 0
 
 
@@ -454,6 +457,7 @@ def pack(desc: int) -> int:
     store(desc + 8 * NUM_BYTES, at)
     store(desc + 8 * TOTAL_LAUNCHES, load(desc + 8 * TOTAL_LAUNCHES) + 1)
     store(desc + 8 * TOTAL_BYTES, load(desc + 8 * TOTAL_BYTES) + at + direct_bytes)
+    store(desc + 8 * LAST_BYTES, at + direct_bytes)
     store(desc + 8 * HAD_LONG, had_long)
     store(state + 8 * SLOT_SEQUENCE, sequence)
     store(desc + 8 * LAST_SLOT, slot)
@@ -658,13 +662,13 @@ def append(desc: int, num_writes: int) -> int:
         before = 0
         for w in range(num_writes):
             total = _load_item(totals + totals_bytes * w, totals_bytes)
+            row, start = _load_item(rows + row_bytes * w, row_bytes), load(old_here + 8 * w)
+            stamp = stamps_here + 24 * row
+            if load8(overwrites + overwrite_step * w) != 0:
+                start = 0
+                if load(stamp + 16) == epoch:  # this one, or what comes after it, goes over ids that are staged already
+                    store(log + 8 * LOG_MAY_OVERLAP, 1)
             if total > before:
-                row, start = _load_item(rows + row_bytes * w, row_bytes), load(old_here + 8 * w)
-                stamp = stamps_here + 24 * row
-                if load8(overwrites + overwrite_step * w) != 0:
-                    start = 0
-                    if load(stamp + 16) == epoch:  # over ids that are staged already
-                        store(log + 8 * LOG_MAY_OVERLAP, 1)
                 store(stamp + 16, epoch)
                 record = _put_record(
                     record, (g << 48) | row, start, (total - before) * factor, values + before * factor
@@ -938,10 +942,16 @@ def compile_all() -> None:
     _compile(check_batch, word, word, _INTS, _INTS, _INTS, word, word, word)
 
 
+MAX_TUPLE = 64  # arrays in a tuple: its compile time grows with the square
+
+
 def compile_appends(num_groups: int) -> None:
     """Compile what stages block ids of `num_groups` groups."""
     word = types.int64
     _compile(append_one, *[word] * 3)
+    if num_groups > MAX_TUPLE:
+        _compile(append, word, word)
+        return
     ids = types.UniTuple(types.Array(types.int32, 1, "C"), num_groups)
     _compile(append_batch, word, _INTS, ids, types.UniTuple(_INTS, num_groups))
 

@@ -9,12 +9,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from . import packing, ring
-from .device import Device, check_native, get_backend, guard_against_fork, refuse_in_forked_child
+from .device import (
+    PER_THREAD_STREAM,
+    Device,
+    check_native,
+    drain,
+    get_backend,
+    guard_against_fork,
+    refuse_in_forked_child,
+)
 
 ALIGNMENT = 256  # bytes: of each field, as of an allocation of its own
 
@@ -143,8 +151,15 @@ class DeviceParamTable:
         copies of one table are in order also over streams. The host waits only where both slots are still being read. A
         call that finds no change looks at the values on the host and enqueues nothing.
         """
-        with self._core as core:
-            core.sync(core.backend.stream(stream))
+        core = self._core
+        if core.lock.locked():
+            core.refuse()
+        with core.lock:
+            if core.backend.elsewhere():
+                with core.backend.current():
+                    core.sync(core.backend.stream(stream))
+            else:
+                core.sync(core.backend.stream(stream))
 
 
 class _ParamCore:
@@ -172,19 +187,10 @@ class _ParamCore:
         if backend.id is not None:
             guard_against_fork(self)
 
-    def __enter__(self) -> _ParamCore:
-        if not self.lock.acquire(False):
-            refuse_in_forked_child()
-            raise RuntimeError("this table is in use by another thread: give each thread its own, or lock around sync")
-        self._device = self.backend.current() if self.backend.elsewhere() else None
-        if self._device is not None:
-            self._device.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._device is not None:
-            self._device.__exit__(*error)
-        self.lock.release()
+    def refuse(self) -> NoReturn:
+        """Say why a call may not enter."""
+        refuse_in_forked_child()
+        raise RuntimeError("this table is in use by another thread: give each thread its own, or lock around sync")
 
     def is_idle(self) -> bool:
         """Whether every copy is done."""
@@ -200,14 +206,20 @@ class _ParamCore:
             self._fences.wait(slot, self._sequences[slot], self._last_stream)
         block, nbytes = self._slots[slot], self.host.nbytes
         block.array[:] = self.host
-        if self._last_stream is not None and self._last_stream.ptr != stream.ptr:
+        last = self._last_stream
+        if last is not None and (last.ptr != stream.ptr or stream.ptr == PER_THREAD_STREAM):
             backend.wait_event(stream.ptr, self._event)
-        backend.copy(self._to, block.address, nbytes, stream.ptr)
-        self._sequences[slot] = self._sequences[slot] % 255 + 1
-        self._last_stream = stream
+        sequence = self._sequences[slot] % 255 + 1
+        try:
+            self._sequences[slot], self._last_stream = sequence, stream
+            backend.copy(self._to, block.address, nbytes, stream.ptr)
+            backend.signal(self._fences.block, 8 * slot, sequence, stream.ptr)
+            backend.record(self._event, stream.ptr)
+        except BaseException:
+            drain(backend, stream)
+            self._sequences[slot] = self._fences.words[8 * slot]  # nobody reads the slot
+            raise
         self._next = (slot + 1) % len(self._slots)
-        backend.signal(self._fences.block, 8 * slot, self._sequences[slot], stream.ptr)
-        backend.record(self._event, stream.ptr)
         self._published[:] = block.array  # not `host`, which another thread may have changed meanwhile
         self.stats.launches += 1
         self.stats.copies += 1

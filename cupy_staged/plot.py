@@ -53,6 +53,7 @@ def draw_replay(history: ReplayHistory, title: str, path: Path) -> None:
     figure.suptitle(title)
     _draw(times, "stage", np.array(history.stage_us))
     _draw(times, "apply", np.array(history.apply_us))
+    _draw(times, "prepare", np.array(history.prepare_us))
     times.set(ylabel="host time, µs", yscale="log")
     _draw(writes, "writes", np.array(history.writes))
     writes.set(ylabel="writes a step", ylim=(0, None))

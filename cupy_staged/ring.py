@@ -130,15 +130,15 @@ def drop(core: Any) -> None:
 
 def sweep() -> None:
     """Let go of everything that is idle. Called where an allocation is made anyway."""
-    if is_forked_child() or not _sweep_lock.acquire(False):
+    if is_forked_child() or _sweep_lock.locked():
         return
-    try:
-        for _ in range(len(_retired)):  # a finalizer may append meanwhile
-            entry = _retired.pop(0)
-            if not entry[0]():
-                _retired.append(entry)
-    finally:
-        _sweep_lock.release()
+    with _sweep_lock:
+        at = 0
+        for _ in range(len(_retired)):  # a finalizer may append meanwhile; an error or interrupt must not drop an entry
+            if _retired[at][0]():
+                del _retired[at]
+            else:
+                at += 1
 
 
 def grown_size(needed: int) -> int:

@@ -172,7 +172,7 @@ class Scheduler:
     requests
         In order of arrival; read as they are needed.
     block_sizes, num_blocks
-        Tokens a block and blocks in the pool, a group each.
+        Tokens a block (under context parallelism: on all ranks together) and blocks in the pool, a group each.
     max_reqs, max_tokens
         Rows, and tokens a step; each running request must get one.
     max_model_len
@@ -208,7 +208,7 @@ class Scheduler:
         for size, pool, needed in zip(block_sizes, num_blocks, self.max_blocks_per_group, strict=True):
             if not needed <= pool <= _MAX_ID:
                 wanted = f"{needed} (one request of {max_model_len} tokens) to {_MAX_ID}"
-                raise ValueError(f"num_blocks must be {wanted} for block size {size}, got {pool}")
+                raise ValueError(f"num_blocks must be {wanted} for blocks of {size} tokens, got {pool}")
         rng = np.random.default_rng(seed)
         self.num_preemptions = 0
         self.num_finished = 0

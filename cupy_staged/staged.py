@@ -6,6 +6,7 @@ only; applying enqueues one launch on the stream given, else on the current stre
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import weakref
 from collections.abc import Sequence
@@ -137,7 +138,7 @@ class StagedWriteTensor:
             raise ValueError(f"target's rows overlap or run backwards: stride {stride} bytes, a row has {row_bytes}")
         if address % min(self.dtype.itemsize, 8) or stride % min(self.dtype.itemsize, 8):
             raise ValueError(f"target at {address:#x} with row stride {stride} is not aligned to its items")
-        return writes.Table(address, stride, array, self.num_rows)
+        return writes.Table(address, stride, array, self.num_rows, row_bytes)
 
     @property
     def num_staged(self) -> int:
@@ -177,11 +178,10 @@ class StagedWriteTensor:
         log = self._log
         if type(x) is not list or log.format is None:
             x = writes.convert(x, self.dtype)
-        length = len(x)
-        if not (0 <= index < self.num_rows and 0 <= start <= self.row_length - length):
-            writes.refuse(index, start, length, self.num_rows, self.row_length)
-        at, end = log.at, log.end
+        length, at, end = len(x), log.at, log.end
         try:
+            if not (0 <= index < self.num_rows and 0 <= start <= self.row_length - length):
+                writes.refuse(index, start, length, self.num_rows, self.row_length)
             if length == 1 and log.put_one is not None:
                 log.put_one(log.records, at, index, start, packing.ONE_VALUE, x[0])
                 length = 0  # of contents
@@ -195,14 +195,16 @@ class StagedWriteTensor:
                 length += skip
         except (struct.error, OverflowError, TypeError, ValueError):
             refuse_in_forked_child()
-            length = len(x) + 16
-            if at == log.max_at or end + length > log.max_end:
-                log.reserve(at // packing.RECORD_BYTES + 1, end + length)
+            writes.check_ints(index, start)
+            if at == log.max_at or end + len(x) + 16 > log.max_end:
+                log.reserve(at // packing.RECORD_BYTES + 1, end + len(x) + 16)
                 return self.stage_write(index, start, x)
-            others = writes.without_numpy_bools(x)
-            if others is None:
-                writes.explain(x, self.dtype, index, start)
-            return self.stage_write(index, start, others)
+            others = writes.without_numpy_bools(x) if self.dtype.kind in "iu" else None
+            if others is not None:
+                return self.stage_write(index, start, others)
+            if log.format is None:
+                raise
+            writes.explain(x, self.dtype)
         if log.at != at or log.end != end:  # no call, so no other thread, comes between here and the end
             log.torn = True
             raise writes.torn_error()
@@ -288,6 +290,7 @@ class StagedWriteTensor:
         -----
         Returns when its device work is done; waits for slots that are still being read.
         """
+        writes.check_capacity(num_writes, num_values)
         self._path.reserve(num_writes, num_values)
         self._log.reserve(num_writes, num_values)
 
@@ -308,12 +311,14 @@ class StagedWriteTensor:
         """
         self.backend.stream(None)
         table = self._table_of(array)
-        for reference, group in self._users:
-            path = reference()
-            if path is not None:
-                with path.exclusive():
-                    path.set_table(group, table)
-        self._table, self.gpu, self.np = table, array, None
+        with contextlib.ExitStack() as entered:
+            users = [(path, group) for ref, group in self._users if (path := ref()) is not None]
+            for path, _ in users:
+                entered.enter_context(path.exclusive())
+            for go_over in [path.prepare_table(group, table) for path, group in users]:  # all can, or none does
+                go_over()
+            self._table, self.gpu, self.np = table, array, None
+        ring.sweep()
 
 
 class FusedStagedWriter:
@@ -392,6 +397,7 @@ class FusedStagedWriter:
 
     def reserve(self, num_writes: int, num_values: int) -> None:
         """Make room for that many writes and values a step, over all members; see `StagedWriteTensor.reserve`."""
+        writes.check_capacity(num_writes, num_values)
         self._path.reserve(num_writes, num_values)
         for tensor in self.tensors:
             tensor._log.reserve(num_writes, num_values)
@@ -414,24 +420,7 @@ def check_members(tensors: tuple[StagedWriteTensor, ...]) -> None:
         if tensor.backend is not tensors[0].backend:
             raise ValueError(f"tensors[{group}] lives on another device than tensors[0]")
         for other in range(group):
-            if share_memory(tensors[other], tensor):
+            if tensors[other]._table.shares_memory(tensor._table):
                 raise ValueError(
                     f"tensors[{other}] and tensors[{group}] share memory: their writes would have no order"
                 )
-
-
-def share_memory(a: StagedWriteTensor, b: StagedWriteTensor) -> bool:
-    """Whether two tables may have a cell in common; column slices of one array do not."""
-    if 0 in a.shape or 0 in b.shape:
-        return False
-    if b._table.address < a._table.address:
-        a, b = b, a
-    row_a, row_b = a.row_length * a.dtype.itemsize, b.row_length * b.dtype.itemsize
-    stride = a._table.stride
-    if b._table.address >= a._table.address + (a.num_rows - 1) * stride + row_a:
-        return False
-    if a.num_rows == 1:
-        return True
-    offset = (b._table.address - a._table.address) % stride
-    apart = offset >= row_a and offset + row_b <= stride
-    return not (apart and (b.num_rows == 1 or b._table.stride % stride == 0))

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import kernels, packing, ring, writes
-from .device import Backend, guard_against_fork, refuse_in_forked_child
+from .device import Backend, drain, guard_against_fork, refuse_in_forked_child
 from .errors import CaptureError
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -82,6 +82,7 @@ class StepPath:
         self._launch: list[kernels.Launcher] = []
         self._on_device = [*on_device, twins, scratch]
         self._states: list[int] = []
+        self._streams: list[Any] = [None] * num_slots  # where each slot is read
         self._blocks: list[Any] = []
         for slot in range(num_slots):
             block = backend.pinned(slot_bytes)
@@ -124,16 +125,14 @@ class StepPath:
         slot mapping (length 0: none), `gathered` where the addresses to gather to lie on the device, `out` (where it is
         0) those addresses themselves.
         """
-        if not self.lock.acquire(False):
+        if self.lock.locked():
             self._refuse()
-        try:
+        with self.lock:
             if self.backend.elsewhere():
                 with self.backend.current():
                     self._run(idx_mapping, query_start_loc, positions, num_rows, num_tokens, slots, gathered, out)
             else:
                 self._run(idx_mapping, query_start_loc, positions, num_rows, num_tokens, slots, gathered, out)
-        finally:
-            self.lock.release()
 
     def _run(
         self,
@@ -157,23 +156,26 @@ class StepPath:
             self.stale = False
         first = 0
         while True:
-            if isinstance(idx_mapping, np.ndarray):
-                number = self._pack(idx_mapping, query_start_loc, positions, num_rows, num_tokens, slots, gathered)
-            else:
-                number = self._note(
-                    1 if stream is None else 0, idx_mapping, query_start_loc, positions, num_rows, slots, gathered
-                )
-            if out:
-                self._redirect(number // packing.STEP_SHAPES, first, out)
-            if stream is None:
-                self._record(number & 1, self.backend.cupy.cuda.get_current_stream(self.backend.id).ptr)  # type: ignore[union-attr]
-            else:
-                try:
+            slot = self._words[packing.P_NEXT]
+            try:
+                if isinstance(idx_mapping, np.ndarray):
+                    number = self._pack(idx_mapping, query_start_loc, positions, num_rows, num_tokens, slots, gathered)
+                else:
+                    number = self._note(
+                        1 if stream is None else 0, idx_mapping, query_start_loc, positions, num_rows, slots, gathered
+                    )
+                if out:
+                    self._redirect(number // packing.STEP_SHAPES, first, out)
+                if stream is None:
+                    self._record(number & 1, self.backend.cupy.cuda.get_current_stream(self.backend.id).ptr)  # type: ignore[union-attr]
+                else:
+                    self._streams[slot] = stream
                     self._launch[number](stream.ptr)
-                except BaseException:  # nothing will set the word: the slot is free again
-                    state, slot = self._states[number // packing.STEP_SHAPES], number // packing.STEP_SHAPES
-                    self._words[state + 2] = self._done[8 * slot]
-                    raise
+            except BaseException:
+                if self._words[packing.P_NEXT] != slot:  # the slot was taken
+                    drain(self.backend, stream)
+                    self._words[self._states[slot] + 2] = self._done[8 * slot]  # nobody reads it
+                raise
             first += packing.OUT_GROUPS
             if first >= len(out):
                 return
@@ -202,7 +204,7 @@ class StepPath:
             number: int = packing.pack_step(
                 self._address, idx, starts, positions, num_rows, num_tokens, address, stride, length, gathered
             )
-        except TypeError:
+        except (TypeError, ValueError):  # Numba's, also for what it cannot tell the type of
             idx = _host_array(idx, INT32, "idx_mapping")
             starts = _host_array(starts, INT32, "query_start_loc")
             positions = _host_array(positions, INT64, "positions")
@@ -271,7 +273,7 @@ class StepPath:
 
     def _wait(self) -> None:
         slot = self._words[packing.P_NEXT]
-        self._fences.wait(slot, self._words[self._states[slot] + 2], self.backend.stream(None))
+        self._fences.wait(slot, self._words[self._states[slot] + 2], self._streams[slot])
 
     def _refuse(self) -> NoReturn:
         refuse_in_forked_child()

@@ -1,7 +1,7 @@
 """The plain NumPy model of staged writes and block tables: what the library must do, without how.
 
-Everything here is host memory, written from the definitions with simple loops, and shares no code with the packing or
-the kernels. Tests, `replay` and `demo` compare the library with it, cell by cell. Nothing is asynchronous.
+Everything here is host memory, written from the definitions with loops or arrays, and shares no code with packing
+or kernels. Tests, `replay` and `demo` compare the library with it, cell by cell. Nothing is asynchronous.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["BlockTablesModel", "TableModel", "assert_tables_equal", "converted", "first_difference"]
+__all__ = ["BlockTablesModel", "FastTablesModel", "TableModel", "assert_tables_equal", "converted", "first_difference"]
 
 Ints: TypeAlias = Sequence[int] | NDArray[Any]
 PADDING_BLOCK: Final = 0
@@ -34,18 +34,20 @@ def converted(values: Iterable[Any], dtype: DTypeLike) -> NDArray[Any]:
     """
     dtype = np.dtype(dtype)
     items = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    if dtype.kind in "iu" and all(type(value) is int for value in items):
+        return np.array(items, dtype)  # range-checked
     out = np.zeros(len(items), dtype)
-    for i, value in enumerate(items):
-        kind = next((k for k, types in enumerate(_KINDS) if isinstance(value, types)), len(_KINDS))
-        if kind > _KIND_OF_DTYPE[dtype.kind]:
-            raise TypeError(f"{dtype} does not hold value {value!r} (number {i})")
-        number = int(value) if kind == 0 else value  # NumPy range-checks a Python int, and wraps a NumPy one
-        if dtype.kind == "b" and number not in (0, 1):
-            raise OverflowError(f"value {value!r} (number {i}) does not fit {dtype}")
-        with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):
+        for i, value in enumerate(items):
+            kind = next((k for k, types in enumerate(_KINDS) if isinstance(value, types)), len(_KINDS))
+            if kind > _KIND_OF_DTYPE[dtype.kind]:
+                raise TypeError(f"{dtype} does not hold value {value!r} (number {i})")
+            number = int(value) if kind == 0 else value  # NumPy range-checks a Python int, and wraps a NumPy one
+            if dtype.kind == "b" and number not in (0, 1):
+                raise OverflowError(f"value {value!r} (number {i}) does not fit {dtype}")
             out[i] = number
-        if dtype.kind in "fc" and not np.isfinite(out[i]) and (kind == 0 or np.isfinite(value)):
-            raise OverflowError(f"value {value!r} (number {i}) does not fit {dtype}")
+            if dtype.kind in "fc" and not np.isfinite(out[i]) and (kind == 0 or np.isfinite(value)):
+                raise OverflowError(f"value {value!r} (number {i}) does not fit {dtype}")
     return out
 
 
@@ -69,12 +71,16 @@ class TableModel:
         self.rows = self.table if self.table.ndim == 2 else self.table[:, np.newaxis]
         self.staged: list[tuple[int, int, NDArray[Any]]] = []
 
+    def check_row(self, row: int) -> None:
+        """Raise IndexError unless there is that row."""
+        if not 0 <= row < len(self.rows):
+            raise IndexError(f"row {row} is outside a table of {len(self.rows)} rows")
+
     def check_write(self, index: int, start: int, x: Iterable[Any]) -> tuple[int, int, NDArray[Any]]:
         """Return `(row, start, values)` as they would be staged; raise what `stage_write` raises."""
         row, start, values = operator.index(index), operator.index(start), x if isinstance(x, np.ndarray) else list(x)
-        num_rows, row_length = self.rows.shape
-        if not 0 <= row < num_rows:
-            raise IndexError(f"row {row} is outside a table of {num_rows} rows")
+        self.check_row(row)
+        row_length = self.rows.shape[1]
         if not 0 <= start <= row_length - len(values):
             raise IndexError(f"start {start} + length {len(values)} exceeds row length {row_length} (row {row})")
         return row, start, converted(values, self.table.dtype)
@@ -187,7 +193,7 @@ class BlockTablesModel:
         counts, checked = self.num_blocks.copy(), []
         for g, (table, k, ends) in enumerate(zip(self.tables, self.split, cuts, strict=True)):
             for i, row in enumerate(rows):
-                table.check_write(row, 0, [])
+                table.check_row(row)
                 kernel_ids = [b * k + j for b in ids[g][ends[i] : ends[i + 1]] for j in range(k)]
                 start = 0 if restart[i] else int(counts[g, row])
                 checked.append((table, table.check_write(row, start, kernel_ids)))
@@ -265,6 +271,57 @@ class BlockTablesModel:
                 for token in range(int(query_start_loc[i]), int(query_start_loc[i + 1])):
                     slots[g, token] = self.slot(g, int(row), int(positions[token]))
         return slots
+
+
+class FastTablesModel(BlockTablesModel):
+    """The same model with gather and slot mapping as whole-array NumPy: the reference of long replays.
+
+    Both follow the same definitions, and a test compares the two. What a step gathers is written to
+    `input_block_tables`, one `[max_num_reqs, width] int32` a group, zeros at first; behind it, former steps' rows stay.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.input_block_tables = [np.full(table.rows.shape, PADDING_BLOCK, np.int32) for table in self.tables]
+
+    def gather_block_tables(self, idx_mapping: Ints, num_reqs_padded: int) -> list[NDArray[np.int32]]:
+        """Return the first `num_reqs_padded` rows of `input_block_tables`, as in `BlockTablesModel`."""
+        rows, is_real = self._rows(idx_mapping)
+        gathered = [out[:num_reqs_padded] for out in self.input_block_tables]
+        for g, (out, table) in enumerate(zip(gathered, self.tables, strict=True)):
+            out[len(rows) :], blocks = PADDING_BLOCK, out[: len(rows)]
+            np.take(table.rows, rows, axis=0, out=blocks, mode="clip")  # any other mode copies once more
+            owned = np.where(is_real, self.applied_num_blocks[g, rows], 0)
+            is_padding = (np.arange(blocks.shape[1]) >= owned[:, np.newaxis]) | (blocks < 0)
+            np.copyto(blocks, PADDING_BLOCK, where=is_padding)
+        return gathered
+
+    def compute_slot_mappings(
+        self, idx_mapping: Ints, query_start_loc: Ints, positions: Ints, num_tokens_padded: int
+    ) -> NDArray[np.int64]:
+        """As in `BlockTablesModel`."""
+        slots = np.full((len(self.tables), self.max_num_batched_tokens), PADDING_SLOT, np.int64)
+        starts, tokens = np.asarray(query_start_loc, np.int64), slice(int(query_start_loc[0]), int(query_start_loc[-1]))
+        rows, is_real = self._rows(np.repeat(np.asarray(idx_mapping, np.int64), np.diff(starts)))
+        position = np.asarray(positions, np.int64)[tokens]  # from here on all arrays are [num_tokens]
+        for g, table in enumerate(self.tables):
+            ranks, rank, interleave = (self.cp_size, self.cp_rank, self.cp_interleave) if self.sharded[g] else (1, 0, 1)
+            kv_column, o = np.divmod(position, self.block_sizes[g] * ranks)
+            offset = o // (interleave * ranks) * interleave + o % interleave
+            kernel_column, kernel_offset = np.divmod(offset, self.kernel_block_sizes[g])
+            column = kv_column * self.split[g] + kernel_column
+            is_local = is_real & (position >= 0) & (o // interleave % ranks == rank)
+            is_local &= np.logical_and(column < self.applied_num_blocks[g, rows], self.enabled[g])
+            block = np.full(len(rows), -1, np.int64)
+            block[is_local] = table.rows[rows[is_local], column[is_local]]
+            slots[g, tokens] = np.where(block >= 0, block * self.kernel_block_sizes[g] + kernel_offset, PADDING_SLOT)
+        return slots
+
+    def _rows(self, idx_mapping: Ints) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the rows, 0 for those of padding requests, and where they are real."""
+        rows = np.asarray(idx_mapping, np.int64)
+        is_real = (rows >= 0) & (rows < self.max_num_reqs)
+        return np.where(is_real, rows, 0), is_real
 
 
 def first_difference(got: NDArray[Any], want: NDArray[Any]) -> tuple[int, ...] | None:

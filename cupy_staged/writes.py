@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import numbers
+import operator
 import struct
 import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 
 from . import kernels, packing, ring
-from .device import Backend, Pinned, guard_against_fork, refuse_in_forked_child
+from .device import PER_THREAD_STREAM, Backend, Pinned, drain, guard_against_fork, refuse_in_forked_child
 
 COPY_BYTES = 1 << 62  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
 FIRST_SLOT_BYTES = 1 << 15
@@ -45,6 +45,8 @@ def convert(values: Any, dtype: np.dtype) -> np.ndarray | list[Any] | tuple[Any,
     ValueError
         An array has more or fewer than one dimension.
     """
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError("values must not be masked: fill them first")
     if not isinstance(values, np.ndarray):
         if hasattr(values, "__cuda_array_interface__"):
             raise TypeError("values must lie on the host: a device array would have to be read back")
@@ -128,8 +130,8 @@ def without_numpy_bools(values: Any) -> list[Any] | None:
     return [int(value) if isinstance(value, np.bool_) else value for value in values]
 
 
-def explain(values: Any, dtype: np.dtype, row: Any = 0, start: Any = 0) -> NoReturn:
-    """Say which value of a list was refused, and why; else it was `row` or `start`."""
+def explain(values: Any, dtype: np.dtype) -> NoReturn:
+    """Say which value of a list was refused, and why."""
     for position, value in enumerate(values):
         if dtype.kind == "f" and type(value) not in _PLAIN:
             _cast(_array_of([value], dtype, position), dtype)
@@ -141,7 +143,7 @@ def explain(values: Any, dtype: np.dtype, row: Any = 0, start: Any = 0) -> NoRet
             if hasattr(value, "__index__"):
                 raise OverflowError(f"value {value!r} at position {position} does not fit {dtype}") from None
             raise TypeError(f"value {value!r} at position {position} cannot go into a table of {dtype}") from None
-    raise TypeError(f"row and start must be ints, got {row!r} and {start!r}")
+    raise TypeError(f"values cannot go into a table of {dtype}")
 
 
 def pack_values(values: Any, dtype: np.dtype, into: Any, at: int) -> None:
@@ -160,10 +162,11 @@ def pack_values(values: Any, dtype: np.dtype, into: Any, at: int) -> None:
 class Contents:
     """One block of staged values: plain host memory, or pinned so that the kernel can read long writes in place.
 
-    `direct` is the address of what the packer needs to know for that, 0 where the memory is not pinned.
+    `direct` is the address of what the packer needs to know for that, 0 where the memory is not pinned. `replaced` is
+    the pinned block whose place this one took, and whose facts the packer still has.
     """
 
-    __slots__ = ("_direct", "address", "array", "bytes", "capacity", "direct", "values")
+    __slots__ = ("_direct", "address", "array", "bytes", "capacity", "direct", "replaced", "values")
 
     def __init__(self, dtype: np.dtype, capacity: int, pinned: Pinned | None = None) -> None:
         nbytes = capacity * dtype.itemsize
@@ -171,6 +174,7 @@ class Contents:
         self.array = np.zeros(nbytes + SLACK, np.uint8) if pinned is None else pinned.array
         self.address = self.array.ctypes.data
         self.direct = 0
+        self.replaced: Contents | None = None
         if pinned is not None:
             facts = (pinned.address, pinned.address + nbytes, pinned.device_address - pinned.address)
             self._direct = np.array(facts, np.int64)
@@ -201,7 +205,7 @@ class WriteLog:
     """
 
     __slots__ = (
-        "_header", "_records", "address", "at", "contents", "dtype", "end", "format", "header", "itemsize", "jitted", "long",
+        "_header", "_records", "address", "at", "contents", "dtype", "end", "flushed", "format", "header", "itemsize", "jitted", "long",
         "max_at", "max_end", "put_one", "put_record", "records", "ring", "torn", "turn", "values",
     )  # fmt: skip
 
@@ -232,13 +236,17 @@ class WriteLog:
             records = np.zeros(size * packing.RECORD_BYTES, np.uint8)
             if self.max_at:
                 records[: self.max_at] = self._records[: self.max_at]
+            view, address = memoryview(records), records.ctypes.data  # type: ignore[arg-type]
+            # From here on there is no call, so no interrupt: packer and stagers go over to the new records at once.
+            self.header[packing.LOG_RECORDS], self.header[packing.LOG_MAX_WRITES] = address, size
             self._records = records
-            self.records = memoryview(records)  # type: ignore[arg-type]
-            self.header[packing.LOG_RECORDS], self.header[packing.LOG_MAX_WRITES] = records.ctypes.data, size
+            self.records = view
             self.max_at = size * packing.RECORD_BYTES
         if num_values > self.max_end:
             grown = Contents(self.dtype, ring.grown_size(num_values))  # not pinned: staging calls no CUDA
             grown.array[: len(self.contents)] = self.contents
+            old = self.ring[self.turn]
+            grown.replaced = old if old.direct else old.replaced
             self.ring[self.turn] = grown
             self.use(grown)
 
@@ -251,6 +259,8 @@ class WriteLog:
     def put_values(self, values: Any, at: int) -> None:
         """Convert `values` (from `convert`) into the log from value `at` on."""
         if isinstance(values, np.ndarray):
+            if at + len(values) > self.max_end:  # NumPy would broadcast one value into no room at all
+                raise ValueError("no room")
             self.values[at : at + len(values)] = values
         else:
             pack_values(values, self.dtype, self.contents, at)
@@ -287,6 +297,9 @@ class WriteLog:
                 )
             refuse(int(rows[w]), int(starts[w]), int(cu_lens[w]) - before, num_rows, row_length, f"write {w}: ")
         self.put_values(values, end)
+        if self.at != at or self.end != end:
+            self.torn = True
+            raise torn_error()
         self.end = end + len(values)
         self.at = at + packing.RECORD_BYTES * len(rows)
 
@@ -310,8 +323,27 @@ class WriteLog:
             self.at, self.end = packing.RECORD_BYTES * header[packing.LOG_WRITES], header[packing.LOG_VALUES]
 
 
+def check_ints(row: Any, start: Any) -> None:
+    """Raise TypeError where `row` or `start` is no int."""
+    for value in (row, start):
+        try:
+            operator.index(value)
+        except TypeError:
+            raise TypeError(f"row and start must be ints, got {row!r} and {start!r}") from None
+
+
+def check_capacity(num_writes: Any, num_values: Any) -> None:
+    """Raise TypeError or ValueError where what `reserve` is given is no count."""
+    for count in (num_writes, num_values):
+        if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
+            raise TypeError(f"reserve takes two ints, got {num_writes!r} and {num_values!r}")
+        if count < 0:
+            raise ValueError(f"reserve takes counts of at least 0, got {num_writes} and {num_values}")
+
+
 def refuse(row: int, start: int, length: int, num_rows: int, row_length: int, which: str = "") -> NoReturn:
-    """Raise the IndexError of a write outside its table."""
+    """Raise the IndexError of a write outside its table; TypeError where row or start is no int."""
+    check_ints(row, start)
     if not 0 <= row < num_rows:
         rule = f"row {row} is not one of the {num_rows} rows (start {start}, length {length}"
     elif start < 0:
@@ -330,6 +362,8 @@ def as_int64(values: Any, name: str) -> np.ndarray:
     found = np.asarray(values)
     if found.size == 0:
         found = found.astype(np.int64)
+    if found.dtype.kind == "O" and all(isinstance(value, int) for value in found.tolist()):
+        raise OverflowError(f"{name} holds an int that does not fit int64")
     if found.dtype.kind not in "iu":
         raise TypeError(f"{name} must be ints, got dtype {found.dtype}")
     if found.ndim != 1:
@@ -356,11 +390,26 @@ class Table:
     the packer's note of rows that it met (None for a table of too many rows, whose batches take longer to check).
     """
 
-    def __init__(self, address: int, stride: int, kept: Any, num_rows: int = 0) -> None:
+    def __init__(self, address: int, stride: int, kept: Any, num_rows: int = 0, row_bytes: int = 0) -> None:
         self.address = address
         self.stride = stride
         self.kept = kept
+        self.num_rows = num_rows
+        self.row_bytes = row_bytes
         self.stamps = np.zeros(num_rows, np.int32) if 0 < num_rows <= MAX_STAMPED_ROWS else None
+
+    def shares_memory(self, other: Table) -> bool:
+        """Whether two tables may have a cell in common; column slices of one array do not."""
+        a, b = (self, other) if self.address <= other.address else (other, self)
+        if 0 in (a.num_rows, a.row_bytes, b.num_rows, b.row_bytes):
+            return False
+        if b.address >= a.address + (a.num_rows - 1) * a.stride + a.row_bytes:
+            return False
+        if a.num_rows == 1:
+            return True
+        offset = (b.address - a.address) % a.stride
+        apart = offset >= a.row_bytes and offset + b.row_bytes <= a.stride
+        return not (apart and (b.num_rows == 1 or b.stride % a.stride == 0))
 
 
 class WritePath:
@@ -432,7 +481,9 @@ class WritePath:
         self._kept: list[list[Any]] = [[] for _ in range(num_slots)]
         self._note_tables()
         # Long writes of a path's only log are not copied again, unless the whole slot goes to the device by a copy.
+        # Only the first path of a log may: it knows the launches that read its blocks, and no other path's.
         in_place = len(logs) == 1 and not logs[0][0].jitted and backend.uva and copy_bytes >= NEVER
+        in_place = in_place and logs[0][0].long == NEVER
         self._direct_log = logs[0][0] if in_place else None
         if self._direct_log is not None:
             self._direct_log.long = -(-packing.LONG_BYTES // dtype.itemsize)
@@ -450,16 +501,14 @@ class WritePath:
 
     def apply(self, stream: Any = None, wait_for: Any = ()) -> None:
         """Carry all staged writes into their tables, on `stream` or the device's current one; does not wait for it."""
-        if not self.lock.acquire(False):
+        if self.lock.locked():
             self.refuse()
-        try:
+        with self.lock:  # no interrupt comes between taking it and here, as one could with `acquire`
             if self.backend.elsewhere():
                 with self.backend.current():
                     self._apply(stream, wait_for)
             else:
                 self._apply(stream, wait_for)
-        finally:
-            self.lock.release()
 
     def _apply(self, stream: Any, wait_for: Any) -> None:
         stream = self.backend.stream(stream)
@@ -467,6 +516,7 @@ class WritePath:
         if wait_for != ():
             for event in self.backend.events_of(wait_for):
                 self.backend.wait_event(ptr, event)
+            self.backend.stream(stream)  # an event of a capture has drawn the stream into it: launch nothing there
         if ptr != self._last_ptr:
             self._switch(stream)
         packed = self._words[packing.TOTAL_LAUNCHES]
@@ -475,6 +525,7 @@ class WritePath:
                 header = log.header
                 header[0] = log.at >> 5  # LOG_WRITES, LOG_VALUES
                 header[1] = log.end
+                log.flushed = log.at
                 if log.torn:
                     raise torn_error()
             launcher = packing.pack(self._address)
@@ -483,6 +534,8 @@ class WritePath:
             if launcher >= 0:
                 self._launch[launcher](ptr)
             for log in self._counted:
+                if log.at != log.flushed:  # another thread staged meanwhile
+                    log.torn = True
                 log.at = log.end = 0
             if self._words[packing.HAD_LONG]:
                 self._turn_contents()
@@ -523,11 +576,13 @@ class WritePath:
         log = self._direct_log
         if log is None or num_values <= min(contents.capacity for contents in log.ring):
             return
-        staged = log.contents
-        log.ring = [self._pinned_contents(ring.grown_size(num_values)) for _ in log.ring]
-        log.ring[log.turn].bytes[: len(staged)] = staged
-        log.use(log.ring[log.turn])
-        self._words[packing.DIRECT] = log.ring[log.turn].direct
+        capacity = ring.grown_size(max(num_values, log.max_end))
+        blocks = [self._pinned_contents(capacity) for _ in log.ring]
+        current = blocks[log.turn]
+        current.bytes[: len(log.contents)] = log.contents
+        self._words[packing.DIRECT] = current.direct  # before the old blocks go
+        log.use(current)
+        log.ring = blocks
 
     def refuse(self) -> NoReturn:
         """Say why a call may not enter."""
@@ -557,7 +612,8 @@ class WritePath:
             self.backend.wait_event(stream.ptr, self._event)
         if self._stale:
             self._refresh(stream)
-        self._last_stream, self._last_ptr = stream, stream.ptr
+        self._last_stream = stream
+        self._last_ptr = -1 if stream.ptr == PER_THREAD_STREAM else stream.ptr  # one number, a stream for each thread
 
     def _make_way(self, code: int) -> int:
         """Do what the packer asks for until it has packed, or has nothing to pack."""
@@ -575,9 +631,8 @@ class WritePath:
     def _recover(self, stream: Any) -> None:
         """After a launch that raised: find out whether it ran all the same, and if not, stage its writes again."""
         slot = self._words[packing.LAST_SLOT]
-        with contextlib.suppress(Exception):  # the first error is the one to show
-            while not self.backend.check_health(stream):
-                time.sleep(1e-4)
+        drain(self.backend, stream)
+        self._words[packing.HAD_LONG] = 0  # no block of contents is being read
         if self._done[8 * slot] == self._sequence(slot):
             for log in self._counted:
                 log.at = log.end = 0
@@ -593,7 +648,13 @@ class WritePath:
         """What the last pack added to the totals."""
         words = self._words
         num_writes = sum(log.header[packing.LOG_LAST_WRITES] for log in self.logs)
-        return [(packing.TOTAL_WRITES, num_writes), (packing.TOTAL_VALUES, words[packing.NUM_VALUES])]
+        copied = words[packing.NUM_BYTES] >= words[packing.COPY_BYTES]
+        return [
+            (packing.TOTAL_WRITES, num_writes),
+            (packing.TOTAL_VALUES, words[packing.NUM_VALUES]),
+            (packing.TOTAL_BYTES, words[packing.LAST_BYTES]),
+            (packing.TOTAL_COPIES, 1 if copied else 0),
+        ]
 
     def _note_tables(self) -> None:
         """Tell the packer and the kernels where the tables are."""
@@ -611,32 +672,42 @@ class WritePath:
         """Replace what was too small by the next power of two."""
         size = ring.grown_size(needed)
         if what == packing.GROW_PIECES:
-            self._pieces = np.zeros(size * packing.PIECE_BYTES, np.uint8)
-            self._words[packing.PIECES], self._words[packing.PIECES_CAPACITY] = self._pieces.ctypes.data, size
+            pieces = np.zeros(size * packing.PIECE_BYTES, np.uint8)
+            address = pieces.ctypes.data  # the packer gets it before the old ones go: an interrupt may come between
+            self._words[packing.PIECES], self._words[packing.PIECES_CAPACITY] = address, size
+            self._pieces = pieces
         elif what == packing.GROW_TABLE:
-            self._table = np.zeros(size * 16, np.uint8)
-            self._words[packing.TABLE], self._words[packing.TABLE_CAPACITY] = self._table.ctypes.data, size
+            table = np.zeros(size * 16, np.uint8)
+            address = table.ctypes.data
+            self._words[packing.TABLE], self._words[packing.TABLE_CAPACITY] = address, size
             self._words[packing.TABLE_EPOCH] = 0
+            self._table = table
         else:
             ring.sweep()
             block = self.backend.pinned(size)  # the slot is free: what it replaces has no reader left
-            self._slots[slot] = block
-            self._make_launchers(slot)
+            made = self._launchers_of(slot, block)
             at = self._slot_fields[slot]
+            self._slots[slot] = block
+            self._set_launchers(slot, made)
             self._words[at + packing.SLOT_ADDRESS], self._words[at + packing.SLOT_CAPACITY] = block.address, size
             self.stats.growths += 1
             self.stats.host_allocations += 1
 
-    def _make_launchers(self, slot: int) -> None:
+    def _launchers_of(self, slot: int, block: Pinned) -> tuple[list[kernels.Launcher], list[Any]]:
         fence = (self._fences.block, 8 * slot)
-        launchers, self._kept[slot] = kernels.make_launchers(
-            self.backend, self._unit, self._slots[slot], fence, self.targets, self._event, self._num_bytes
+        return kernels.make_launchers(
+            self.backend, self._unit, block, fence, self.targets, self._event, self._num_bytes
         )
+
+    def _set_launchers(self, slot: int, made: tuple[list[kernels.Launcher], list[Any]]) -> None:
+        launchers, self._kept[slot] = made
         self._launch[slot * len(launchers) : (slot + 1) * len(launchers)] = launchers
 
-    def entered(self) -> _Entered:
-        """Keep other threads out."""
-        return _Entered(self)
+    def entered(self) -> threading.Lock:
+        """Keep other threads out, in a `with` statement."""
+        if self.lock.locked():
+            self.refuse()
+        return self.lock
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -667,16 +738,32 @@ class WritePath:
                     self._make_room(packing.GROW_SLOT, slot, needed)
             self._reserve_contents(num_values + 16 * min(num_writes, num_bytes // packing.LONG_BYTES))
 
-    def set_table(self, group: int, table: Table) -> None:
-        """Go over to another table for `group`, from the next apply on; the old one is retired. Called exclusively."""
-        ring.retire(self.is_idle, (self.tables, list(self._kept)))
-        self.tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
-        self._note_tables()
-        self._stale, self._last_ptr = True, -1  # the next apply goes by `_switch`
+    def prepare_table(self, group: int, table: Table) -> Callable[[], None]:
+        """Make what another table for `group` needs; the function that goes over to it can no longer fail.
+
+        Both are called exclusively. The next apply writes to the new table; the old one is retired.
+        """
+        for other, neighbour in enumerate(self.tables):
+            if other != group and table.shares_memory(neighbour):
+                raise ValueError(f"the new target of group {group} shares memory with that of group {other}")
+        made: list[tuple[list[kernels.Launcher], list[Any]]] = []
         if not self.targets.grouped:  # graphs hold the address: made anew
-            for slot in range(len(self._slots)):
-                self._make_launchers(slot)
-        ring.sweep()
+            facts = self.targets.facts.copy()
+            self.targets.facts[:, group] = table.address, table.stride
+            try:
+                made = [self._launchers_of(slot, block) for slot, block in enumerate(self._slots)]
+            finally:
+                self.targets.facts[:] = facts
+
+        def go_over() -> None:
+            ring.retire(self.is_idle, (self.tables, list(self._kept)))
+            self.tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
+            self._note_tables()
+            self._stale, self._last_ptr = True, -1  # the next apply goes by `_switch`
+            for slot, launchers in enumerate(made):
+                self._set_launchers(slot, launchers)
+
+        return go_over
 
     def refresh_pointers(self, stream: Any = None) -> None:
         """Rewrite the device's table addresses in place, in the order of `stream`."""
@@ -692,9 +779,14 @@ class WritePath:
         sequence = self._words[at] % 255 + 1
         self._words[at], self._words[packing.LAST_SLOT] = sequence, slot
         self._words[packing.NEXT_SLOT] = (slot + 1) % len(self._slots)
-        self.backend.copy(self.targets.device_address, block.address, facts.nbytes, stream.ptr)
-        self.backend.signal(self._fences.block, 8 * slot, sequence, stream.ptr)
-        self.backend.record(self._event, stream.ptr)
+        try:
+            self.backend.copy(self.targets.device_address, block.address, facts.nbytes, stream.ptr)
+            self.backend.signal(self._fences.block, 8 * slot, sequence, stream.ptr)
+            self.backend.record(self._event, stream.ptr)
+        except BaseException:
+            drain(self.backend, stream)
+            self._words[at] = self._done[8 * slot]  # nobody reads the slot
+            raise
         self._stale = False
 
     def read_stats(self) -> ring.Stats:
@@ -708,19 +800,3 @@ class WritePath:
             bytes=words[packing.TOTAL_BYTES],
             copies=words[packing.TOTAL_COPIES] if self.backend.uva else words[packing.TOTAL_LAUNCHES],
         )
-
-
-class _Entered:
-    """Holds a path's lock."""
-
-    __slots__ = ("_path",)
-
-    def __init__(self, path: WritePath) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        if not self._path.lock.acquire(False):
-            self._path.refuse()
-
-    def __exit__(self, *_error: Any) -> None:
-        self._path.lock.release()

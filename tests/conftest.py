@@ -7,12 +7,15 @@ CUPY_STAGED_REQUIRE_GPU=1 they fail instead.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
 import pytest
 from common import CudaPlace, Place, number_of_gpus
 from hypothesis import HealthCheck, settings
+
+from cupy_staged import ring
 
 STREAMS = ("null", "nonblocking", "other")
 CUDA = tuple(f"cuda-{stream}" for stream in STREAMS)
@@ -64,6 +67,16 @@ def open_place(name, monkeypatch):
             yield place
     finally:
         place.synchronize()
+
+
+@pytest.fixture
+def collected():
+    """Nothing that earlier tests dropped is left, and nothing that this one drops."""
+    gc.collect()
+    ring.sweep()
+    yield
+    gc.collect()
+    ring.sweep()
 
 
 @pytest.fixture(params=("host", *CUDA, *NOUVA))

@@ -65,7 +65,19 @@ def test_demo_says_why_it_is_on_the_host(monkeypatch):
 def test_replay_prints_a_table(trace):
     result = run("replay", trace, "--device", "host", "--block-sizes", "16,32", "--max-reqs", "4")
     assert result.exit_code == 0
-    for name in ("steps", "requests", "tokens", "writes", "launches", "bytes", "growths", "waits", "p50", "p90", "p99"):
+    for name in (
+        "steps",
+        "requests",
+        "tokens",
+        "writes",
+        "launches",
+        "bytes",
+        "growths",
+        "waits",
+        "p50",
+        "p90",
+        "prepare",
+    ):
         assert name in result.stdout
     assert "trace [1].csv" in result.stdout.replace("\n", "")
 
@@ -91,7 +103,18 @@ def test_replay_prints_one_json_object(trace, staging, check):
     answer = json.loads(result.stdout)
     assert answer["ok"] is True
     assert (answer["requests"], answer["groups"], answer["check"], answer["staging"]) == (9, 2, check, staging)
-    assert set(answer["apply_us"]) == {"p50", "p90", "p99"}
+    for times in ("stage_us", "apply_us", "prepare_us"):
+        assert set(answer[times]) == {"p50", "p90", "p99"}
+
+
+def test_replay_with_ranks_kernel_blocks_and_a_part_of_the_trace(trace):
+    ranks = ("--cp-size", "2", "--cp-rank", "1", "--cp-interleave", "2")
+    blocks = ("--block-sizes", "16,32", "--kernel-block-sizes", "8", "--requests", "4")
+    result = run("replay", trace, "--device", "host", "--json", *blocks, *ranks)
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert (answer["requests"], answer["block_sizes"], answer["kernel_block_sizes"]) == (4, [16, 32], [8, 8])
+    assert (answer["cp_size"], answer["cp_rank"], answer["cp_interleave"], answer["graphs"]) == (2, 1, 2, 0)
 
 
 def test_info_names_versions_and_what_is_missing(monkeypatch):
@@ -128,6 +151,13 @@ def test_info_says_how_to_get_cupy(monkeypatch):
         (("--check", "some"), ("--check",)),
         (("--staging", "slow"), ("--staging",)),
         (("--seed", "-1"), ("--seed",)),
+        (("--graph",), ("the host backend has no graphs",)),
+        (("--kernel-block-sizes", "5"), ("kernel_block_sizes[0] = 5", "16")),
+        (("--kernel-block-sizes", "8,8"), ("kernel_block_sizes", "1 groups")),
+        (("--cp-size", "0"), ("--cp-size",)),
+        (("--cp-size", "2", "--cp-rank", "2"), ("cp_rank 0 to cp_size - 1",)),
+        (("--cp-size", "2", "--cp-interleave", "3"), ("cp_interleave 3", "16")),
+        (("--requests", "0"), ("--requests",)),
         (("--device", "gpu"), ("'gpu'",)),
         (("--device", "cuda:99"), ("'cuda:99'",)),
         (("--device", "99"), ("99",)),
@@ -157,7 +187,7 @@ def test_a_difference_exits_1_with_one_line(trace, monkeypatch):
     def differ(*args, **kwargs):
         raise ReplayMismatch(12, "block table", 1, 3, 5, want=7, got=9)
 
-    monkeypatch.setattr(cupy_staged.replay, "_compare", differ)
+    monkeypatch.setattr(cupy_staged.replay.Checker, "compare", differ)
     where = ("step 12", "group 1", "row 3", "column 5", "want 7", "got 9")
     assert_one_line(run("replay", trace, "--device", "host"), 1, *where)
     result = run("replay", trace, "--device", "host", "--json")

@@ -41,7 +41,8 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> KernelBuilder:
 
 def aligned(nbytes: int, shift: int = 0) -> np.ndarray:
     """`[nbytes] uint8` of zeros at an address that is `shift` modulo 16."""
-    room = np.zeros(nbytes + 32, np.uint8)
+    # Mapped memory lies high: an offset can be taken from its address without leaving the address space.
+    room = np.frombuffer(mmap.mmap(-1, nbytes + 32), np.uint8)
     begin = (shift - room.ctypes.data) % 16
     return room[begin : begin + nbytes]
 

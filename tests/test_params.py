@@ -172,7 +172,7 @@ def test_two_threads_at_once_raise(host):
         except RuntimeError as error:
             found.append(str(error))
 
-    with table._core:
+    with table._core.lock:
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()

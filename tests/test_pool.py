@@ -307,7 +307,7 @@ def test_a_pool_in_use_refuses_a_second_thread(place):
             except RuntimeError as error:
                 errors.append(str(error))
 
-    with pool._core:
+    with pool._core.entered():
         thread = threading.Thread(target=intrude)
         thread.start()
         thread.join()

@@ -1,13 +1,17 @@
 """The scheduler's rules, and the replay of a trace through block tables on the host."""
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import cupy_staged.replay
 from cupy_staged.block_tables import BlockTables
+from cupy_staged.device import HostBackend
 from cupy_staged.replay import Percentiles, ReplayMismatch, replay
+from cupy_staged.replay_steps import padded_sizes
 from cupy_staged.scheduler import HEADER, Request, Scheduler, generate_trace, read_trace
 
 AZURE = Path(__file__).parents[2] / "shared" / "data" / "AzureLLMInferenceTrace_conv.csv"
@@ -96,7 +100,7 @@ def test_the_same_seed_gives_the_same_steps():
         ({"num_blocks": [600]}, "num_blocks each"),
         ({"block_sizes": [], "num_blocks": []}, "block sizes"),
         ({"block_sizes": [0, 16]}, "block sizes >= 1"),
-        ({"num_blocks": [511, 160]}, r"num_blocks must be 512 .* for block size 4, got 511"),
+        ({"num_blocks": [511, 160]}, r"num_blocks must be 512 .* for blocks of 4 tokens, got 511"),
         ({"num_blocks": [2**31, 160]}, "2147483647"),
     ],
 )
@@ -182,9 +186,92 @@ def test_replay_is_equal_to_the_model(staging):
     assert result.requests == 60
     assert result.preemptions > 0
     assert result.steps == result.steps_checked
-    assert result.cells_checked == result.steps * (12 * (512 + 128) + 2 * 2 * 12)
+    assert result.cells_checked == result.steps * (2 * 12 * (512 + 128) + 2 * 2 * 12 + 2 * 96)
     assert 0 < result.launches <= result.steps
-    assert 0 < result.apply_us.p50 <= result.apply_us.p90 <= result.apply_us.p99
+    assert result.graphs == 0
+    for times in (result.stage_us, result.apply_us, result.prepare_us):
+        assert 0 < times.p50 <= times.p90 <= times.p99
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_block_sizes": [2, 16]},
+        {"cp_size": 2, "cp_rank": 1},
+        {"cp_size": 3, "cp_rank": 2, "cp_interleave": 4, "kernel_block_sizes": [4, 8], "staging": "call"},
+    ],
+)
+def test_kernel_blocks_and_context_parallelism(options):
+    result = replay(short_requests(60), device="host", **SMALL, **options)
+    assert (result.requests, result.steps_checked) == (60, result.steps)
+    assert {name: getattr(result, name) for name in options} == options
+
+
+def test_ranks_need_fewer_blocks():
+    alone, shared = (replay(short_requests(20), device="host", check="none", cp_size=n, **SMALL) for n in (1, 4))
+    assert alone.tokens - shared.tokens >= 0
+    assert 3 * shared.values < alone.values
+
+
+def test_steps_are_padded_to_powers_of_two():
+    tables = BlockTables([4], 12, 96, [8], device="host")
+    for step in Scheduler(short_requests(60), **SMALL):
+        reqs, tokens = padded_sizes(step, tables)
+        assert reqs in (1, 2, 4, 8, 12)
+        assert tokens in (1, 2, 4, 8, 16, 32, 64, 96)
+        assert reqs / 2 < len(step.idx_mapping) <= reqs
+        assert tokens / 2 < len(step.positions) <= tokens
+
+
+def test_the_host_has_no_graphs():
+    with pytest.raises(ValueError, match="the host backend has no graphs"):
+        replay([], device="host", graph=True)
+
+
+class RecordedGraphs(HostBackend):
+    """The host as a device with graphs: a capture keeps the arguments, a launch calls with what they hold by then."""
+
+    def __init__(self):
+        self.captured = []
+        self.cupy = SimpleNamespace(cuda=SimpleNamespace(Stream=lambda non_blocking: Capture(self)))
+
+
+class Capture(contextlib.nullcontext):
+    def __init__(self, backend):
+        super().__init__()
+        self.backend = backend
+
+    def begin_capture(self):
+        self.backend.captured.append(None)
+
+    def end_capture(self):
+        call = self.backend.captured[-1]
+        return SimpleNamespace(launch=lambda stream: call())
+
+
+def test_graphs_are_captured_once_and_read_fixed_arrays(monkeypatch):
+    class Captured(BlockTables):
+        def prepare_step(self, *args):
+            if None in self.backend.captured:
+                self.backend.captured[-1] = lambda: super(Captured, self).prepare_step(*args)
+
+    backend = RecordedGraphs()
+    monkeypatch.setattr("cupy_staged.block_tables.get_backend", lambda device: backend)
+    monkeypatch.setattr("cupy_staged.buffers.get_backend", lambda device: backend)
+    monkeypatch.setattr("cupy_staged.replay_steps.HostBackend", type("NotThis", (), {}))
+    monkeypatch.setattr("cupy_staged.replay_steps.synchronize", lambda backend: None)
+    monkeypatch.setattr("cupy_staged.replay.synchronize", lambda backend: None)
+    monkeypatch.setattr("cupy_staged.replay.BlockTables", Captured)
+    result = replay(short_requests(60), device="host", graph=True, **SMALL)
+    assert (result.requests, result.steps_checked) == (60, result.steps)
+    assert len(backend.captured) == result.graphs
+    assert 5 < result.graphs <= 5 * 8
+
+
+def test_bad_ranks_are_explained():
+    for options in ({"cp_size": 0}, {"cp_size": 2, "cp_rank": 2}, {"cp_size": 2, "cp_rank": -1}, {"cp_interleave": 0}):
+        with pytest.raises(ValueError, match="cp_size and cp_interleave must be at least 1, cp_rank 0 to"):
+            replay([], device="host", **options)
 
 
 def test_both_ways_of_staging_write_the_same():
@@ -246,14 +333,42 @@ def test_a_wrong_count_is_found(monkeypatch):
         replay(short_requests(60), device="host", **SMALL)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.input_block_tables[1].__setitem__((2, 5), 77),
+            "step 3: gathered .* group 1, row 2, column 5: .* 77",
+        ),
+        # Behind what the step wrote: the last row is that of the fullest batch only, the last slot never a token's.
+        (lambda t: t.input_block_tables[0].__setitem__((11, 1), 77), "step 3: gathered .* group 0, row 11, column 1"),
+        (lambda t: t.slot_mappings.__setitem__((1, 3), 77), "step 3: slot mapping differs at group 1, column 3: .* 77"),
+        (lambda t: t.slot_mappings.__setitem__((0, 95), 0), "step 3: slot mapping differs at group 0, column 95"),
+    ],
+)
+def test_a_wrong_cell_of_a_prepared_step_is_found(monkeypatch, change, message):
+    class Corrupted(BlockTables):
+        steps = 0
+
+        def prepare_step(self, *args):
+            super().prepare_step(*args)
+            self.steps += 1
+            if self.steps == 4:
+                change(self)
+
+    monkeypatch.setattr(cupy_staged.replay, "BlockTables", Corrupted)
+    with pytest.raises(ReplayMismatch, match=message):
+        replay(short_requests(60), device="host", **SMALL)
+
+
 def test_unknown_ways():
     for options in ({"check": "some"}, {"staging": "slow"}):
         with pytest.raises(ValueError, match="one of"):
             replay([], device="host", **options)
 
 
-def test_percentiles_are_microseconds():
-    assert Percentiles.of([1000, 2000, 3000]).p50 == 2.0
+def test_percentiles():
+    assert Percentiles.of([1.0, 2.0, 3.0]).p50 == 2.0
     assert Percentiles.of([]) == Percentiles(0, 0, 0)
 
 

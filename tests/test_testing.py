@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from cupy_staged.testing import BlockTablesModel, TableModel, assert_tables_equal, converted, first_difference
+from cupy_staged.testing import (
+    BlockTablesModel,
+    FastTablesModel,
+    TableModel,
+    assert_tables_equal,
+    converted,
+    first_difference,
+)
 
 
 def test_last_staged_wins():
@@ -212,3 +219,37 @@ def test_bits_are_compared_and_not_values():
     nan = np.array([np.nan, 0.0], np.float32)
     assert first_difference(nan, nan.copy()) is None
     assert first_difference(nan, np.array([np.nan, -0.0], np.float32)) == (1,)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_fast_model_agrees_with_the_simple_one(seed):
+    """Random shapes and steps: bad rows, negative and far positions, negative ids, a first token behind 0."""
+    rng = np.random.default_rng(seed)
+    groups, reqs, tokens = int(rng.integers(1, 4)), int(rng.integers(1, 6)), int(rng.integers(1, 50))
+    cp_size, interleave = int(rng.integers(1, 5)), int(rng.choice([1, 2, 4]))
+    kernel_sizes = rng.choice([1, 3, 8], groups)
+    sizes = kernel_sizes * interleave * rng.choice([1, 2, 5], groups)
+    widths = rng.integers(1, 9, groups)
+    flags = {name: (rng.random(groups) < 0.7).tolist() for name in ("dcp_sharded", "slot_mapping_enabled")}
+    ranks = {"cp_size": cp_size, "cp_rank": int(rng.integers(cp_size)), "cp_interleave": interleave}
+    shape = (sizes.tolist(), reqs, tokens, widths.tolist())
+    models = [
+        kind(*shape, kernel_block_sizes=kernel_sizes.tolist(), **ranks, **flags)
+        for kind in (BlockTablesModel, FastTablesModel)
+    ]
+    for _ in range(6):
+        ids = [rng.integers(-2, 1000, rng.integers(0, width + 1)).tolist() for width in widths]
+        row = int(rng.integers(reqs))
+        for model in models:
+            model.append_block_ids(row, ids, overwrite=True)
+            model.apply()
+        num_reqs = int(rng.integers(0, reqs + 1))
+        rows = rng.integers(-1, reqs + 1, num_reqs)
+        starts = np.sort(rng.integers(0, tokens + 1, num_reqs + 1)).astype(np.int32)
+        positions = rng.integers(-2, int((sizes * widths).max()) * cp_size + 9, int(starts[-1]) + 3)
+        padded = int(rng.integers(num_reqs, reqs + 1))
+        simple, fast = (model.gather_block_tables(rows, padded) for model in models)
+        for group in range(groups):
+            assert_tables_equal(fast[group], simple[group], group=group)
+        simple, fast = (model.compute_slot_mappings(rows, starts, positions, tokens) for model in models)
+        assert_tables_equal(fast, simple)

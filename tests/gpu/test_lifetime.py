@@ -157,16 +157,18 @@ def run(code, env):
     return done.stdout, done.stderr, done.returncode
 
 
+STEP = (
+    "table.stage_write(1, 0, range(3000)); table.apply_write()\n"
+    "view = pool.copy_to_uva(range(50)); out = view.copy(); pool.copy_to_gpu(range(70))\n"
+)
 USE = (
     "import cupy, cupy_staged as c, numpy as np\n"
     f"spin = cupy.RawKernel({STALL_SOURCE!r}, 'stall')\n"
     "table = c.StagedWriteTensor((4, 4000), 'i4')\n"
     "pool = c.UvaBufferPool(100, 'i4')\n"
     "s = cupy.cuda.Stream(non_blocking=True); s.use()\n"
-    "spin((1,), (1,), (np.int64(0),)); s.synchronize()\n"
-    "spin((1,), (1,), (np.int64(1_500_000_000),))\n"
-    "table.stage_write(1, 0, range(3000)); table.apply_write()\n"
-    "view = pool.copy_to_uva(range(50)); out = view.copy(); pool.copy_to_gpu(range(70))\n"
+    f"spin((1,), (1,), (np.int64(0),))\n{STEP}s.synchronize()\n"  # what compiles or allocates would wait for the stall
+    f"spin((1,), (1,), (np.int64(1_000_000_000),))\n{STEP}"
     "table.stage_write(2, 0, [1])\n"
 )
 
