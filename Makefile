@@ -3,6 +3,7 @@
 #
 #   make demo          the main job: on the GPU where there is one, else on the host
 #   make test          the test suite             (PYTEST_ARGS="-k pool" narrows it)
+#   make sanitize      compute-sanitizer over a short selection of the CUDA tests, under 100 s; needs a GPU and the toolkit
 #   make lint types    ruff, mypy
 #   make docs          the pages in build/docs      (a warning is an error)
 #   make wheel         sdist and wheel in dist/
@@ -51,7 +52,7 @@ DEV := $(VENV)/.installed-dev
 INSTALL_FAILED = { echo "make: could not install cupy-staged$(EXTRA) into $(VENV); pip's reason is above." \
   "CUDA=none leaves CuPy out and runs on the host." >&2; exit 1; }
 
-.PHONY: demo test lint types docs wheel bench-check clean
+.PHONY: demo test sanitize lint types docs wheel bench-check clean
 
 demo: $(RUN)
 	$(BIN)/cupy-staged demo
@@ -59,6 +60,11 @@ demo: $(RUN)
 # `python -m pytest` and not `pytest`: it tests this checkout.
 test: $(TEST)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# A kernel that reads or writes a byte outside an allocation fails it. `timeout` ends a run that hangs.
+SANITIZER ?= compute-sanitizer
+sanitize: $(TEST)
+	timeout 100 $(SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 9 $(BIN)/python tests/sanitize.py
 
 lint: $(DEV)
 	$(BIN)/ruff check .

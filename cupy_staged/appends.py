@@ -45,7 +45,9 @@ class BlockLog:
         self.max_factor = max(factors)
         self.log = writes.WriteLog(INT32, jitted=True)
         self.counts = np.zeros((groups, max_num_reqs), np.int32)
-        self._stamps = np.zeros((groups, max_num_reqs, 3), np.int64)
+        self._stamps = np.zeros((groups, max_num_reqs), np.int64)
+        self.num_chunks = -(-max_num_reqs // packing.CHUNK)
+        self._chunks = np.zeros((groups, self.num_chunks, 2), np.int64)
         self._widths, self._factors = np.array(widths, np.int64), np.array(factors, np.int64)
         self._one = np.zeros(2 + groups, np.int64)
         self._flag = np.zeros(1, np.bool_)
@@ -61,6 +63,7 @@ class BlockLog:
             packing.A_MAX_FACTOR: self.max_factor,
             packing.A_COUNTS: self.counts.ctypes.data,
             packing.A_STAMPS: self._stamps.ctypes.data,
+            packing.A_CHUNKS: self._chunks.ctypes.data,
             packing.A_WIDTHS: self._widths.ctypes.data,
             packing.A_FACTORS: self._factors.ctypes.data,
             packing.A_INPUTS: self._inputs.ctypes.data,
@@ -87,7 +90,8 @@ class BlockLog:
     def reserve(self, num_writes: int, num_blocks: int) -> tuple[int, int]:
         """Make room for that many (request, group) pairs and KV block ids; returns the writes and values they become."""
         self._grow_old(max(num_writes, len(self._old)))
-        sizes = 2 * num_writes, num_blocks * self.max_factor
+        chunks = min(num_writes, self.num_groups * self.num_chunks)
+        sizes = 2 * num_writes, num_blocks * self.max_factor + packing.CHUNK * chunks
         self.log.reserve(*sizes)
         return sizes
 
@@ -120,7 +124,9 @@ class BlockLog:
             )
         rows = writes.as_int64(req_indices, "req_indices")
         ids = tuple([self._ids_of(values) for values in new_block_ids])
-        totals = tuple([writes.as_int64(values, "cu_num_blocks") for values in cu_num_blocks])
+        totals = tuple(cu_num_blocks)
+        if not _all_int32(totals):
+            totals = tuple([writes.as_int64(values, "cu_num_blocks") for values in totals])
         if isinstance(overwrite, (bool, np.bool_)):
             flag, step = self._flag, 0
             flag[0] = overwrite
@@ -152,7 +158,7 @@ class BlockLog:
         for group in range(self.num_groups):
             if len(totals[group]) != len(rows):
                 return -2 - group
-        fields = [(i.ctypes.data, 4, t.ctypes.data, 8, len(i)) for i, t in zip(ids, totals, strict=True)]
+        fields = [(i.ctypes.data, 4, t.ctypes.data, t.itemsize, len(i)) for i, t in zip(ids, totals, strict=True)]
         self._inputs[:] = np.ravel(fields)
         self._words[packing.A_ROWS], self._words[packing.A_ROW_BYTES] = rows.ctypes.data, 8
         return packing.append(desc, len(rows))  # type: ignore[no-any-return]
@@ -160,8 +166,8 @@ class BlockLog:
     @staticmethod
     def _ids_of(values: Any) -> np.ndarray:
         """Block ids as a contiguous int32 array."""
-        if type(values) is np.ndarray and values.dtype is INT32 and values.strides == (4,) and values.flags.writeable:
-            return values
+        if _all_int32((values,)):
+            return values  # type: ignore[no-any-return]
         wide = writes.as_int64(values, "new_block_ids")
         if wide.size and not (int(wide.min()) >= -(2**31) and int(wide.max()) < 2**31):
             raise OverflowError("a block id in new_block_ids does not fit int32")
@@ -216,3 +222,11 @@ class BlockLog:
             f"request row {row} has {self.counts[group, row]} kernel blocks in group {group}; the new ones, {factor} for each "
             f"KV block, exceed its row length {width} (a ({self.max_num_reqs}, {width}) table)"
         )
+
+
+def _all_int32(arrays: tuple[Any, ...]) -> bool:
+    """Whether all are contiguous int32 arrays, as the jitted function takes them."""
+    for array in arrays:
+        if not (type(array) is np.ndarray and array.dtype is INT32 and array.strides == (4,) and array.flags.writeable):
+            return False
+    return True

@@ -320,7 +320,17 @@ class _PoolCore:
         slot.block, slot.host, slot.view, slot.last, slot.twin = block, host, view, view, twin  # all or none
 
     def is_idle(self) -> bool:
-        """Whether everything that the pool knows to read its buffers is done."""
+        """Whether everything that the pool knows to read its buffers is done. Asked once the pool was dropped."""
+        for slot in self._slots:
+            if slot.reader is not None:  # dropped with a view that nobody fenced
+                word = self._num_marks % self._num_words
+                if self._fences.words[8 * word] != self._values[word]:
+                    return False  # a mark would wait
+                try:
+                    with self.backend.current():
+                        self._fence_late(slot)
+                except RuntimeError:  # a capture is in the way
+                    return False
         return all(self._fences.words[8 * word] == value for word, value in enumerate(self._values))
 
     def mark(self, stream: Any) -> tuple[int, int]:
@@ -351,6 +361,15 @@ class _PoolCore:
             for slot in handed_out:
                 slot.marks[word] = value
                 slot.reader = None
+
+    def _fence_late(self, slot: _Slot) -> None:
+        """Fence a hand-out that nobody fenced."""
+        reader = self.backend.stream(slot.reader)
+        if reader.ptr == PER_THREAD_STREAM:  # maybe another thread's: the null stream waits for them all
+            reader = self.backend.stream(self.backend.null)
+        word, value = self.mark(reader)
+        slot.marks[word], slot.reader = value, None
+        self.stats.late_fences += 1
 
     def rows_of(self, x: Any) -> np.ndarray:
         """`x` as an array ``[n, *trailing]`` of the pool's dtype, every value checked; no slot was touched yet."""
@@ -390,13 +409,8 @@ class _PoolCore:
         values = self.rows_of(x)
         n = len(values)
         slot = self._slots[self._next]
-        if slot.reader is not None:  # nobody fenced this hand-out
-            reader = self.backend.stream(slot.reader)
-            if reader.ptr == PER_THREAD_STREAM:  # maybe another thread's: the null stream waits for them all
-                reader = self.backend.stream(self.backend.null)
-            word, value = self.mark(reader)
-            slot.marks[word], slot.reader = value, None
-            self.stats.late_fences += 1
+        if slot.reader is not None:
+            self._fence_late(slot)
         for word, value in slot.marks.items():
             self._pass(word, value)
         slot.marks.clear()

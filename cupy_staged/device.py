@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,6 +203,18 @@ class CudaBackend:
         with self._setup_lock, self.current(), self.setup:
             yield
 
+    def capture(self, launch: Callable[[], None]) -> Any:
+        """What `launch` enqueues on the setup stream, as a graph; the stream is as before also where it raises."""
+        with self.on_setup():
+            try:
+                self.setup.begin_capture(self.runtime.streamCaptureModeRelaxed)
+                launch()
+            except BaseException:
+                with contextlib.suppress(Exception):  # the first error is the one to show
+                    self.setup.end_capture()
+                raise
+            return self.setup.end_capture()
+
     def stream(self, stream: Any) -> Any:
         """The stream to use, with a `ptr`; CaptureError where it is being captured, ValueError on another device."""
         if stream is None:
@@ -247,8 +259,8 @@ class CudaBackend:
         """Raise CaptureError where `stream` is being captured, or where work on it would break a capture; else return it."""
         try:
             capturing = self._is_capturing(stream.ptr)
-        except self._error as error:
-            if not 900 <= error.status < 910:  # not about captures: the device is broken
+        except RuntimeError as error:  # of CuPy's own where the capture was invalidated
+            if isinstance(error, self._error) and not 900 <= error.status < 910:  # not about captures: it is broken
                 raise
             raise CaptureError(f"another stream is being captured, and this one would break it: {error}") from None
         if capturing:

@@ -176,10 +176,7 @@ def _cuda_launchers(
     def capture(source: int, shape: tuple[int, int, int]) -> int:
         blocks, threads, cells = shape
         arguments = (source, np.uint32(cells), ticket, word, *targets.arguments())
-        with backend.on_setup():
-            backend.setup.begin_capture(runtime.streamCaptureModeRelaxed)
-            function((blocks,), (threads,), arguments)
-            graph = backend.setup.end_capture()
+        graph = backend.capture(lambda: function((blocks,), (threads,), arguments))
         kept.append(graph)
         return int(graph.graphExec)
 
@@ -230,13 +227,13 @@ def make_step_launchers(
     graphs: list[Any] = []
 
     def capture(num_cells: int, blocks: int) -> int:
-        with backend.on_setup():
-            backend.setup.begin_capture(runtime.streamCaptureModeRelaxed)
+        def launch() -> None:
             if num_cells:
                 fetch_blocks = min(-(-num_cells // FETCH_THREADS), STEP_GRIDS[0])
                 fetch((fetch_blocks,), (FETCH_THREADS,), (slot.device_address, twin, np.uint64(num_cells)))
             prepare((blocks,), (STEP_THREADS,), (twin, scratch, word))
-            graph = backend.setup.end_capture()
+
+        graph = backend.capture(launch)
         graphs.append(graph)
         return int(graph.graphExec)
 

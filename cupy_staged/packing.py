@@ -7,6 +7,7 @@ The layout of a slot is told at the head of `kernels/apply_write.cu`; `pack` wri
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -522,16 +523,14 @@ def check_batch(
 
 # What `append` is told, int64 each: sizes, addresses of [groups, max_num_reqs] arrays, the batch, and scratch.
 A_GROUPS, A_MAX_REQS, A_LOG, A_MAX_FACTOR = 0, 1, 2, 3
-A_COUNTS, A_STAMPS, A_EPOCH = (
-    4,
-    5,
-    6,
-)  # int32 blocks a request has; int64 (epoch, place) of its count in the log, and epoch of its ids
+# int32 blocks a request has; int64 epoch in which its ids were staged last; int64 (epoch, place in the log) of the record that
+# carries the counts of a chunk of rows: one run of changed counts costs less than a cell for each.
+A_COUNTS, A_STAMPS, A_EPOCH, A_CHUNKS, CHUNK = 4, 5, 6, 20, 64
 A_WIDTHS, A_FACTORS = 7, 8  # int64 a group: kernel blocks a row, kernel blocks a KV block
 A_ROWS, A_ROW_BYTES, A_OVERWRITE, A_OVERWRITE_STEP = 9, 10, 11, 12  # request rows; a byte each, or one for all
 A_INPUTS, A_BAD_GROUP, A_NEED_VALUES = 13, 14, 15
 A_OLD, A_OLD_CAPACITY = 16, 17  # int64 a (write, group): counts to go back to
-A_ONE, A_IDS, A_FIELDS = 18, 19, 20  # one request: int64 row, flag, then a length a group; its int32 ids back to back
+A_ONE, A_IDS, A_FIELDS = 18, 19, 21  # one request: int64 row, flag, then a length a group; its int32 ids back to back
 IDS, IDS_BYTES, TOTALS, TOTALS_BYTES, NUM_IDS, INPUT_FIELDS = 0, 1, 2, 3, 4, 5  # a group's part of a batch
 BLOCK_OVERFLOW, NO_ROOM = 4, 5
 
@@ -603,7 +602,10 @@ def append(desc: int, num_writes: int) -> int:
             return (LENGTHS_WRONG << 48) | num_writes
         num_ids += before
     pairs = num_writes * groups
-    store(desc + 8 * A_NEED_VALUES, num_ids * load(desc + 8 * A_MAX_FACTOR))
+    num_chunks = (max_reqs + CHUNK - 1) // CHUNK
+    store(
+        desc + 8 * A_NEED_VALUES, num_ids * load(desc + 8 * A_MAX_FACTOR) + CHUNK * min(pairs, groups * num_chunks)
+    )
     if (
         load(log + 8 * LOG_WRITES) + 2 * pairs > load(log + 8 * LOG_MAX_WRITES)
         or load(log + 8 * LOG_VALUES) + load(desc + 8 * A_NEED_VALUES) > load(log + 8 * LOG_MAX_VALUES)
@@ -658,18 +660,19 @@ def append(desc: int, num_writes: int) -> int:
     for g in range(groups):
         given = inputs + 8 * INPUT_FIELDS * g
         totals, totals_bytes = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES)
-        factor, stamps_here, old_here = load(factors + 8 * g), stamps + 24 * max_reqs * g, old + 8 * num_writes * g
+        factor, stamps_here, old_here = load(factors + 8 * g), stamps + 8 * max_reqs * g, old + 8 * num_writes * g
+        counts_here, chunks_here = counts + 4 * max_reqs * g, load(desc + 8 * A_CHUNKS) + 16 * num_chunks * g
         before = 0
         for w in range(num_writes):
             total = _load_item(totals + totals_bytes * w, totals_bytes)
             row, start = _load_item(rows + row_bytes * w, row_bytes), load(old_here + 8 * w)
-            stamp = stamps_here + 24 * row
+            stamp = stamps_here + 8 * row
             if load8(overwrites + overwrite_step * w) != 0:
                 start = 0
-                if load(stamp + 16) == epoch:  # this one, or what comes after it, goes over ids that are staged already
+                if load(stamp) == epoch:  # this one, or what comes after it, goes over ids that are staged already
                     store(log + 8 * LOG_MAY_OVERLAP, 1)
             if total > before:
-                store(stamp + 16, epoch)
+                store(stamp, epoch)
                 record = _put_record(
                     record, (g << 48) | row, start, (total - before) * factor, values + before * factor
                 )
@@ -678,20 +681,31 @@ def append(desc: int, num_writes: int) -> int:
         values += before * factor
         before = 0
         for w in range(num_writes):
-            total, overwrite = (
-                _load_item(totals + totals_bytes * w, totals_bytes),
-                load8(overwrites + overwrite_step * w),
-            )
-            if total > before or overwrite != 0:
-                row = _load_item(rows + row_bytes * w, row_bytes)
-                stamp = stamps_here + 24 * row
-                if load(stamp) != epoch:
-                    store(stamp, epoch)
-                    store(stamp + 8, record - records)
-                    record = _put_record(record, (groups << 48) | g, row, ONE_VALUE, 0)
-                has = load(old_here + 8 * w) if overwrite == 0 else 0
-                store(records + load(stamp + 8) + 24, has + (total - before) * factor)
-                before = total
+            total = _load_item(totals + totals_bytes * w, totals_bytes)
+            if total == before and load8(overwrites + overwrite_step * w) == 0:
+                continue
+            before = total
+            row = _load_item(rows + row_bytes * w, row_bytes)
+            chunk = chunks_here + 16 * (row // CHUNK)
+            if load(chunk) != epoch:
+                store(chunk, epoch)
+                store(chunk + 8, record - records)
+                record = _put_record(record, (groups << 48) | g, row, 1, values + row % CHUNK)
+                values += CHUNK
+            at = records + load(chunk + 8)  # carries the counts of rows `first` to `end`, and from now on of `row`
+            first, place = load(at + 8), load(at + 24)
+            end = first + load(at + 16)
+            if row < first:
+                place -= first - row
+                store(at + 24, place)
+                store(at + 8, row)
+                store(at + 16, end - row)
+                copy(contents + 4 * place, counts_here + 4 * row, 4 * (first - row))
+            elif row >= end:
+                store(at + 16, row + 1 - first)
+                copy(contents + 4 * (place + end - first), counts_here + 4 * end, 4 * (row + 1 - end))
+            else:
+                store32(contents + 4 * (place + row - first), load32(counts_here + 4 * row))
     store(log + 8 * LOG_VALUES, values)
     store(log + 8 * LOG_WRITES, (record - records) // RECORD_BYTES)
     return -1
@@ -732,7 +746,7 @@ def append_batch(desc: int, rows: Any, ids: Any, totals: Any) -> int:
         store(given + 8 * IDS, ids[g].ctypes.data)
         store(given + 8 * IDS_BYTES, 4)
         store(given + 8 * TOTALS, totals[g].ctypes.data)
-        store(given + 8 * TOTALS_BYTES, 8)
+        store(given + 8 * TOTALS_BYTES, totals[g].itemsize)
         store(given + 8 * NUM_IDS, len(ids[g]))
     return append(desc, len(rows))
 
@@ -932,6 +946,7 @@ def prepare_host(step: int) -> int:
 
 
 _INTS = types.Array(types.int64, 1, "C")
+_compiling = threading.RLock()
 
 
 def compile_all() -> None:
@@ -953,14 +968,16 @@ def compile_appends(num_groups: int) -> None:
         _compile(append, word, word)
         return
     ids = types.UniTuple(types.Array(types.int32, 1, "C"), num_groups)
+    _compile(append_batch, word, _INTS, ids, ids)
     _compile(append_batch, word, _INTS, ids, types.UniTuple(_INTS, num_groups))
 
 
 def _compile(function: Any, *arguments: Any) -> None:
-    if arguments not in function.signatures:
-        function.disable_compile(False)
-        function.compile(arguments)
-        function.disable_compile()  # a call with other types raises TypeError
+    with _compiling:  # another thread would switch compiling off meanwhile
+        if arguments not in function.signatures:
+            function.disable_compile(False)
+            function.compile(arguments)
+            function.disable_compile()  # a call with other types raises TypeError
 
 
 def compile_step() -> None:

@@ -218,10 +218,11 @@ class WriteLog:
         self.put_one = struct.Struct(f"=3q{self.format}").pack_into if dtype.kind in "iu" else None
         header = np.zeros(packing.LOG_FIELDS, np.int64)
         self._header = header
+        self._records: np.ndarray
         self.header = memoryview(header)  # type: ignore[arg-type]
         self.header[packing.LOG_MAY_OVERLAP] = 1
         self.address = header.ctypes.data
-        self.at = self.end = self.max_at = self.max_end = 0
+        self.at = self.end = self.max_at = self.max_end = self.flushed = 0
         self.torn = False
         self.long = NEVER  # values from which on a write is laid for the kernel to read it in place
         self.turn = 0

@@ -4,8 +4,10 @@ Whatever happens, the error is the one that was met, what was staged is still st
 works. Interrupts are tried at every point of a call where CPython looks for signals, one after the other.
 """
 
+import contextlib
 import dis
 import functools
+import gc
 import os
 import sys
 import threading
@@ -21,8 +23,10 @@ from cupy_staged import (
     UvaBackedTensor,
     UvaBufferPool,
     kernels,
+    packing,
     ring,
 )
+from cupy_staged.device import get_backend
 from cupy_staged.testing import assert_tables_equal
 
 PACKAGE = os.path.dirname(os.path.abspath(kernels.__file__))
@@ -47,7 +51,7 @@ def looks_for_signals(code, last, here):
 
 
 def interrupt(call, at):
-    """Make `call` with a KeyboardInterrupt at its `at`-th look for signals inside the package; whether it came to that."""
+    """Make `call` with a KeyboardInterrupt at its `at`-th look for signals in the package; whether it came to that."""
     seen = -1
     before = {}
 
@@ -94,6 +98,21 @@ def interrupted_everywhere(call, check, prepare=None):
     raise AssertionError("the call does not end")
 
 
+@contextlib.contextmanager
+def patched(thing, **attributes):
+    """Give one object attributes in front of those of its class."""
+    vars(thing).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(thing)[name]
+
+
+def backend_of(place):
+    return get_backend(place.device)
+
+
 def raising(error):
     def fail(*_args, **_kwargs):
         raise error
@@ -115,23 +134,23 @@ def before_and_after(path, error):
     return {"before": [raising(error)] * len(good), "after": [late(launch) for launch in good]}, good
 
 
-def failing_allocations(monkeypatch, place, names, allow):
-    """Let the backend's allocators of these names succeed `allow` times and raise MemoryError from then on."""
-    backend = place.make(UvaBufferPool, 1, "i4")._core.backend
-    left = [allow]
-    for name in names:
-        original = getattr(backend, name)
+ALLOCATORS = ("pinned", "zeros", "array", "view", "new_event", "empty_on")
 
-        def allocate(*args, _original=original):
+
+def failing_allocations(place, allow):
+    """Let the backend's allocators succeed `allow` times and raise MemoryError from then on."""
+    backend, left = backend_of(place), [allow]
+
+    def limited(original):
+        def allocate(*args):
             if left[0] == 0:
                 raise MemoryError("injected")
             left[0] -= 1
-            return _original(*args)
+            return original(*args)
 
-        monkeypatch.setattr(backend, name, allocate, raising=False)
+        return allocate
 
-
-ALLOCATORS = ("pinned", "zeros", "array", "view", "new_event", "empty_on")
+    return patched(backend, **{name: limited(getattr(backend, name)) for name in ALLOCATORS})
 
 
 def table_and_model(place, rows=6, columns=4000, **options):
@@ -238,7 +257,7 @@ def test_a_step_whose_launch_raises(place, when):
 
 
 @pytest.mark.parametrize("name", ["copy", "signal", "record"])
-def test_refreshed_pointers_whose_enqueueing_raises(place, name, monkeypatch):
+def test_refreshed_pointers_whose_enqueueing_raises(place, name):
     tables, wants = zip(*(table_and_model(place, columns=30) for _ in range(2)), strict=True)
     writer = place.fuse(FusedStagedWriter, tables, max_concurrency=2)
     fresh = place.asarray(np.zeros((6, 30), np.int32))
@@ -248,10 +267,9 @@ def test_refreshed_pointers_whose_enqueueing_raises(place, name, monkeypatch):
     wants[0][:] = 0
     stage(tables[0], wants[0], 2, 3, [7, 8, 9])
     for _ in range(5):
-        with monkeypatch.context() as patch:
-            patch.setattr(writer._path.backend, name, raising(OSError("injected")), raising=False)
-            with pytest.raises(OSError, match="injected"):
-                writer.apply()
+        faulty = patched(backend_of(place), **{name: raising(OSError("injected"))})
+        with faulty, pytest.raises(OSError, match="injected"):
+            writer.apply()
         assert tables[0].num_staged == 1
     writer.apply()
     for turn in range(4):
@@ -264,15 +282,14 @@ def test_refreshed_pointers_whose_enqueueing_raises(place, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["copy", "signal"])
-def test_a_pool_whose_enqueueing_raises(place, name, monkeypatch):
+def test_a_pool_whose_enqueueing_raises(place, name):
     """Never a slot that is reused while a copy that was enqueued may still read it, and never one that is lost."""
     pool = place.make(UvaBufferPool, 300, "i4", max_concurrency=2)
     out = place.asarray(np.zeros(300, np.int32))
     for turn in range(20):  # more than there are fence words
-        with monkeypatch.context() as patch:
-            patch.setattr(pool._core.backend, name, raising(OSError("injected")), raising=False)
-            with pytest.raises(OSError, match="injected"):
-                pool.copy_to_gpu(np.full(300, -1, np.int32), out=out)
+        faulty = patched(backend_of(place), **{name: raising(OSError("injected"))})
+        with faulty, pytest.raises(OSError, match="injected"):
+            pool.copy_to_gpu(np.full(300, -1, np.int32), out=out)
         pool.copy_to_gpu(np.full(300, turn, np.int32), out=out)
         assert set(place.asnumpy(out).tolist()) == {turn}
         view = pool.copy_to_uva([turn, turn])
@@ -283,15 +300,14 @@ def test_a_pool_whose_enqueueing_raises(place, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["copy", "signal", "record"])
-def test_a_sync_whose_enqueueing_raises(place, name, monkeypatch):
+def test_a_sync_whose_enqueueing_raises(place, name):
     params = place.make(DeviceParamTable, 5, {"a": "i4", "b": "f8"})
     for turn in range(5):
         params["a"].np[:] = turn + 1
         params["b"].np[turn] = 0.5
-        with monkeypatch.context() as patch:
-            patch.setattr(params._core.backend, name, raising(OSError("injected")), raising=False)
-            with pytest.raises(OSError, match="injected"):
-                params.sync()
+        faulty = patched(backend_of(place), **{name: raising(OSError("injected"))})
+        with faulty, pytest.raises(OSError, match="injected"):
+            params.sync()
         assert params.stats.copies == turn
         params.sync()
         for field in ("a", "b"):
@@ -341,10 +357,9 @@ def test_a_step_that_was_lost(place):
         assert place.asnumpy(tables.gather_block_tables(rows, 1)[0]).tolist() == [[0] * 8]
 
 
-def test_a_copy_that_was_lost(place, monkeypatch):
+def test_a_copy_that_was_lost(place):
     pool = place.make(UvaBufferPool, 4, "i4", max_concurrency=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(pool._core.backend, "signal", nothing, raising=False)
+    with patched(backend_of(place), signal=nothing):
         pool.copy_to_gpu([1, 2])
     with pytest.raises(RuntimeError, match="never came"):
         pool.copy_to_gpu([3, 4])
@@ -384,16 +399,14 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_constructor_that_cannot_allocate(place, name, monkeypatch):
+def test_a_constructor_that_cannot_allocate(place, name):
     """At every allocation that it makes, one after the other; then it can."""
     MAKERS[name](place)
-    for allow in range(200):
-        with monkeypatch.context() as patch:
-            failing_allocations(patch, place, ALLOCATORS, allow)
+    for allow in range(0, 300, 4 if place.on_gpu else 1):  # every few there, where it takes a while
+        with failing_allocations(place, allow):
             try:
                 made = MAKERS[name](place)
-            except MemoryError as error:
-                assert str(error) == "injected"  # noqa: PT017 - it ends by not raising
+            except MemoryError:
                 continue
         break
     assert allow > 0
@@ -401,15 +414,14 @@ def test_a_constructor_that_cannot_allocate(place, name, monkeypatch):
     ring.sweep()
 
 
-def test_a_fused_writer_that_cannot_allocate(place, monkeypatch):
+def test_a_fused_writer_that_cannot_allocate(place):
     """Its members are as before: staged, applied by themselves, and writable by the next writer."""
     for members in (1, 2):
         tables, wants = zip(*(table_and_model(place) for _ in range(members)), strict=True)
         for allow in range(100):
             stage(tables[0], wants[0], allow % 6, 3, np.arange(1500, dtype=np.int32) + allow)
             try:
-                with monkeypatch.context() as patch:
-                    failing_allocations(patch, place, ALLOCATORS, allow)
+                with failing_allocations(place, allow):
                     writer = place.fuse(FusedStagedWriter, tables)
             except MemoryError:
                 tables[0].apply_write()
@@ -423,7 +435,7 @@ def test_a_fused_writer_that_cannot_allocate(place, monkeypatch):
 
 @pytest.mark.parametrize("contents", ["auto", "h2d"])
 @pytest.mark.parametrize("way", ["apply", "reserve"])
-def test_growth_that_cannot_allocate(place, way, contents, monkeypatch):
+def test_growth_that_cannot_allocate(place, way, contents):
     table, want = table_and_model(place, columns=60_000, contents=contents)
     stage(table, want, 0, 0, [1, 2, 3])
     for allow in range(100):
@@ -432,8 +444,7 @@ def test_growth_that_cannot_allocate(place, way, contents, monkeypatch):
                 stage(table, want, row, row, np.arange(40_000, dtype=np.int32) + row)
         staged = table.num_staged
         try:
-            with monkeypatch.context() as patch:
-                failing_allocations(patch, place, ALLOCATORS, allow)
+            with failing_allocations(place, allow):
                 if way == "reserve":
                     table.reserve(100_000, 1_000_000)
                 table.apply_write()
@@ -452,22 +463,19 @@ def test_growth_that_cannot_allocate(place, way, contents, monkeypatch):
         assert_tables_equal(place.asnumpy(table.gpu), want)
 
 
-def test_a_pool_that_cannot_grow(place, monkeypatch):
+def test_a_pool_that_cannot_grow(place):
     """The slots that there are keep their size, on the host and on the device."""
     pool = place.make(UvaBufferPool, 4, "i4", max_concurrency=1)
     allow = 0
     while True:
         try:
-            with monkeypatch.context() as patch:
-                failing_allocations(patch, place, ALLOCATORS, allow)
+            with failing_allocations(place, allow):
                 pool.copy_to_uva(range(100))
         except MemoryError:
             for n in (4, 3):
                 assert place.asnumpy(pool.copy_to_uva(range(n))).tolist() == list(range(n))
-            with monkeypatch.context() as patch:  # what does not fit still has to grow
-                failing_allocations(patch, place, ALLOCATORS, 0)
-                with pytest.raises(MemoryError):
-                    pool.copy_to_uva(range(5))
+            with failing_allocations(place, 0), pytest.raises(MemoryError, match="injected"):
+                pool.copy_to_uva(range(5))  # what does not fit still has to grow
             allow += 1
             continue
         break
@@ -477,7 +485,7 @@ def test_a_pool_that_cannot_grow(place, monkeypatch):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_rebind_that_cannot_allocate(gpu, fused, monkeypatch):
+def test_a_rebind_that_cannot_allocate(gpu, fused):
     """All paths go over to the new target, or none does: no slot writes here and another there."""
     table, want = table_and_model(gpu, columns=30)
     other, _ = table_and_model(gpu, columns=30)
@@ -485,8 +493,7 @@ def test_a_rebind_that_cannot_allocate(gpu, fused, monkeypatch):
     fresh = gpu.asarray(np.zeros((6, 30), np.int32))
     for allow in range(100):
         try:
-            with monkeypatch.context() as patch:
-                failing_allocations(patch, gpu, ALLOCATORS, allow)
+            with failing_allocations(gpu, allow):
                 table.rebind(fresh)
         except MemoryError:
             for turn in range(4):
@@ -522,7 +529,7 @@ def test_a_kernel_that_does_not_compile(gpu, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "_functions", {})
         patch.setattr(kernels, "source_of", lambda _name: "this is no kernel")
-        with pytest.raises(gpu.cupy.cuda.compiler.CompileException, match="this is no kernel|error"):
+        with pytest.raises(gpu.cupy.cuda.compiler.CompileException, match="error"):
             gpu.make(StagedWriteTensor, (2, 3), "i4")
         with pytest.raises(gpu.cupy.cuda.compiler.CompileException):
             gpu.make(BlockTables, [16], 2, 8, [4])
@@ -593,8 +600,8 @@ def test_growth_interrupted_anywhere(place):
         check(at)
         if not came:
             break
-        if place.on_gpu and at % 8:  # tables take a while there
-            at += 6
+        if place.on_gpu:  # tables take a while there
+            at += 18
     assert at > 20
 
 
@@ -709,13 +716,12 @@ def test_a_sweep_interrupted_anywhere(host):
     assert not any(thing in kept for _, thing in ring._retired)
 
 
-def test_an_interrupt_while_waiting_for_a_slot(place, monkeypatch):
+def test_an_interrupt_while_waiting_for_a_slot(place):
     table, want = table_and_model(place, columns=20, max_concurrency=1)
     stage(table, want, 0, 0, [1])
     table.apply_write()
     stage(table, want, 1, 0, [2])
-    with monkeypatch.context() as patch:
-        patch.setattr(table._path._fences, "wait", raising(KeyboardInterrupt()))
+    with patched(table._path._fences, wait=raising(KeyboardInterrupt())):
         place.synchronize()
         table._path._done[0] ^= 1 << 40  # as if it were still being read
         with pytest.raises(KeyboardInterrupt):
@@ -819,7 +825,7 @@ def test_a_log_that_grew_keeps_the_facts_that_the_packer_has(place):
         stage(table, want, row, 3, np.full(3500, row, np.int32))
     if facts[1].direct:
         assert log.ring[log.turn].replaced is facts[1]
-        assert table._path._words[26] == facts[1].direct  # packing.DIRECT
+        assert table._path._words[packing.DIRECT] == facts[1].direct
     for _ in range(4):
         table.apply_write()
         assert_tables_equal(place.asnumpy(table.gpu), want)
@@ -873,6 +879,25 @@ def test_an_event_of_a_capture_is_refused(gpu):
     assert table.num_staged == 1
     table.apply_write()
     assert_tables_equal(gpu.asnumpy(table.gpu), want)
+
+
+def test_a_pool_dropped_with_a_view_that_nobody_fenced(gpu):
+    """Its kernel still reads: the buffer is fenced when what was dropped is looked through, and kept until then."""
+    out, values = gpu.asarray(np.full(3000, -77, np.int32)), np.arange(3000, dtype=np.int32)
+    pool = gpu.make(UvaBufferPool, 3000, "i4")
+    size = len(pool._core._slots[0].block.array)
+    gpu.read(pool.copy_to_uva(values + 1), out)
+    pool.fence()
+    gpu.synchronize()
+    gpu.stall(100)
+    gpu.read(pool.copy_to_uva(values), out)
+    del pool
+    gc.collect()
+    ring.sweep()
+    blocks = [gpu.cupy.cuda.alloc_pinned_memory(size) for _ in range(100)]
+    for block in blocks:
+        np.frombuffer(block, np.int32, size // 4)[:] = -7
+    assert gpu.asnumpy(out).tolist() == values.tolist()
 
 
 def test_more_fenced_views_than_there_were_fence_words(place):

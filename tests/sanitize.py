@@ -1,0 +1,67 @@
+"""Run a short selection of the CUDA tests, for compute-sanitizer.
+
+`make sanitize`, or
+
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python tests/sanitize.py
+
+Every allocation is one of its own, since CuPy's pools would hide a step over its end. After CUPY_STAGED_SANITIZE
+seconds (80) no further test starts. No kernel uses shared memory, so there is nothing for racecheck; slot races are
+what the twins show.
+"""
+
+import os
+import sys
+import time
+
+import cupy
+import pytest
+
+SECONDS = float(os.environ.get("CUPY_STAGED_SANITIZE", "80"))
+# Every kernel, launch shape, item size and way of copying: the tests are slower by an order of magnitude here.
+SELECTION = " or ".join(
+    [
+        "test_every_launch_shape_is_taken",
+        "(test_many_long_writes and (129 or 1057))",
+        "test_a_target_that_starts_at_column_one",
+        "(test_many_one_value_writes and (993 or 32737))",
+        "test_random_steps",
+        "test_out",
+        "test_dummies_are_padding",
+        "test_negative_block_ids",
+        "(test_one_copy_for_every_change and 513)",
+        "test_counts_after_an_append",
+        "test_two_views_in_one_kernel",
+        "test_copies_behind_a_stall",
+        "test_a_batch_is_the_same_as_its_writes",
+    ]
+)
+
+
+class Deadline:
+    """Start no test after the time is over, and say how many ran."""
+
+    def __init__(self):
+        self.begin, self.ran, self.left = time.monotonic(), 0, 0
+
+    def pytest_runtest_setup(self, item):
+        if time.monotonic() - self.begin > SECONDS:
+            self.left += 1
+            pytest.skip("out of time")
+        self.ran += 1
+
+    def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.write_line(f"{self.ran} tests under the sanitizer, {self.left} left out for time")
+
+
+def main():
+    cupy.cuda.set_allocator(None)
+    cupy.cuda.set_pinned_memory_allocator(None)
+    os.environ["CUPY_STAGED_REQUIRE_GPU"] = "1"
+    places = "(cuda-nonblocking or nouva-nonblocking)"
+    here = os.path.dirname(os.path.abspath(__file__))
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", "-k", f"{places} and ({SELECTION})"]
+    return pytest.main([*options, here], plugins=[Deadline()])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
