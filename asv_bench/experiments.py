@@ -24,7 +24,8 @@ import numpy as np
 from numba import njit
 
 import cupy_staged as cs
-from cupy_staged import kernels, packing, writes
+from cupy_staged import kernels, packing
+from cupy_staged.values import convert, pack_values, refuse
 
 from . import measure
 from .benchmarks import common
@@ -211,14 +212,14 @@ class Direct:
     def stage(self, row: int, start: int, values: Any) -> None:
         """Check one write and copy its values."""
         if type(values) is not list:
-            values = writes.convert(values, np.dtype(np.int32))
+            values = convert(values, np.dtype(np.int32))
         length = len(values)
         if not (0 <= row < 1 and 0 <= start <= self.row_length - length):
-            writes.refuse(row, start, length, 1, self.row_length)
+            refuse(row, start, length, 1, self.row_length)
         if isinstance(values, np.ndarray):
             self.values[:length] = values
         else:
-            writes.pack_values(values, np.dtype(np.int32), self.contents, 0)
+            pack_values(values, np.dtype(np.int32), self.contents, 0)
         self.length = length
 
     def apply(self) -> None:

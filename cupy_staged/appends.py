@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import packing, ring, writes
+from . import append_packing, packing, ring
+from .log import WriteLog
+from .values import as_int64, convert, pack_values
 
 INT32 = np.dtype(np.int32)
 _flatten = itertools.chain.from_iterable
@@ -43,55 +45,55 @@ class BlockLog:
         self.num_groups = groups
         self.max_num_reqs = max_num_reqs
         self.max_factor = max(factors)
-        self.log = writes.WriteLog(INT32, jitted=True)
+        self.log = WriteLog(INT32, jitted=True)
         self.counts = np.zeros((groups, max_num_reqs), np.int32)
         self._stamps = np.zeros((groups, max_num_reqs), np.int64)
-        self.num_chunks = -(-max_num_reqs // packing.CHUNK)
+        self.num_chunks = -(-max_num_reqs // append_packing.CHUNK)
         self._chunks = np.zeros((groups, self.num_chunks, 2), np.int64)
         self._widths, self._factors = np.array(widths, np.int64), np.array(factors, np.int64)
         self._one = np.zeros(2 + groups, np.int64)
         self._flag = np.zeros(1, np.bool_)
-        self._inputs = np.zeros(groups * packing.INPUT_FIELDS, np.int64)
+        self._inputs = np.zeros(groups * append_packing.INPUT_FIELDS, np.int64)
         self._put_lengths = struct.Struct(f"{groups}q").pack_into
         self._lengths = memoryview(self._one[2:]).cast("B")  # type: ignore[arg-type]
-        desc = np.zeros(packing.A_FIELDS, np.int64)
+        desc = np.zeros(append_packing.A_FIELDS, np.int64)
         self._desc, self._address = desc, desc.ctypes.data
         for field, value in {
-            packing.A_GROUPS: groups,
-            packing.A_MAX_REQS: max_num_reqs,
-            packing.A_LOG: self.log.address,
-            packing.A_MAX_FACTOR: self.max_factor,
-            packing.A_COUNTS: self.counts.ctypes.data,
-            packing.A_STAMPS: self._stamps.ctypes.data,
-            packing.A_CHUNKS: self._chunks.ctypes.data,
-            packing.A_WIDTHS: self._widths.ctypes.data,
-            packing.A_FACTORS: self._factors.ctypes.data,
-            packing.A_INPUTS: self._inputs.ctypes.data,
-            packing.A_ONE: self._one.ctypes.data,
+            append_packing.A_GROUPS: groups,
+            append_packing.A_MAX_REQS: max_num_reqs,
+            append_packing.A_LOG: self.log.address,
+            append_packing.A_MAX_FACTOR: self.max_factor,
+            append_packing.A_COUNTS: self.counts.ctypes.data,
+            append_packing.A_STAMPS: self._stamps.ctypes.data,
+            append_packing.A_CHUNKS: self._chunks.ctypes.data,
+            append_packing.A_WIDTHS: self._widths.ctypes.data,
+            append_packing.A_FACTORS: self._factors.ctypes.data,
+            append_packing.A_INPUTS: self._inputs.ctypes.data,
+            append_packing.A_ONE: self._one.ctypes.data,
         }.items():
             desc[field] = value
         self._words = memoryview(desc)  # type: ignore[arg-type]
-        packing.compile_appends(groups)
+        append_packing.compile_appends(groups)
         self._grow_ids(256)
         self._grow_old(max_num_reqs * groups)
 
     def _grow_ids(self, num_ids: int) -> None:
         ids = np.zeros(ring.grown_size(num_ids), np.int32)
         address = ids.ctypes.data  # told before the old ones go: an interrupt may come between
-        self._words[packing.A_IDS] = address
+        self._words[append_packing.A_IDS] = address
         self._ids = ids
 
     def _grow_old(self, pairs: int) -> None:
         old = np.zeros(ring.grown_size(pairs), np.int64)
         address, capacity = old.ctypes.data, len(old)
-        self._words[packing.A_OLD], self._words[packing.A_OLD_CAPACITY] = address, capacity
+        self._words[append_packing.A_OLD], self._words[append_packing.A_OLD_CAPACITY] = address, capacity
         self._old = old
 
     def reserve(self, num_writes: int, num_blocks: int) -> tuple[int, int]:
-        """Make room for that many (request, group) pairs and KV block ids; returns the writes and values they become."""
+        """Make room for that many (request, group) pairs and block ids; returns the writes and values they become."""
         self._grow_old(max(num_writes, len(self._old)))
         chunks = min(num_writes, self.num_groups * self.num_chunks)
-        sizes = 2 * num_writes, num_blocks * self.max_factor + packing.CHUNK * chunks
+        sizes = 2 * num_writes, num_blocks * self.max_factor + append_packing.CHUNK * chunks
         self.log.reserve(*sizes)
         return sizes
 
@@ -101,17 +103,17 @@ class BlockLog:
             lengths = [*map(len, new_block_ids)]
             ids = [*_flatten(new_block_ids)]
             self._put_lengths(self._lengths, 0, *lengths)
-            _PUT_IDS[len(ids)](self._ids, 0, *ids)
+            _PUT_IDS[len(ids)](self._ids, 0, *ids)  # type: ignore[arg-type]
         except (IndexError, TypeError, struct.error, OverflowError):
             self._put_any(new_block_ids)
         row = operator.index(req_index)
         if not 0 <= row < self.max_num_reqs:
             self._refuse_row(row)
-        bad = packing.append_one(self._address, row, 1 if overwrite else 0)
+        bad = append_packing.append_one(self._address, row, 1 if overwrite else 0)
         if bad >= 0:
-            if bad >> 48 == packing.NO_ROOM:
+            if bad >> 48 == append_packing.NO_ROOM:
                 self._make_room(1)
-                bad = packing.append_one(self._address, row, 1 if overwrite else 0)
+                bad = append_packing.append_one(self._address, row, 1 if overwrite else 0)
             if bad >= 0:
                 self._refuse(bad, [row])
 
@@ -122,11 +124,11 @@ class BlockLog:
                 f"new_block_ids and cu_num_blocks must have one entry for each of the {self.num_groups} groups, "
                 f"got {len(new_block_ids)} and {len(cu_num_blocks)}"
             )
-        rows = writes.as_int64(req_indices, "req_indices")
+        rows = as_int64(req_indices, "req_indices")
         ids = tuple([self._ids_of(values) for values in new_block_ids])
         totals = tuple(cu_num_blocks)
         if not _all_int32(totals):
-            totals = tuple([writes.as_int64(values, "cu_num_blocks") for values in totals])
+            totals = tuple([as_int64(values, "cu_num_blocks") for values in totals])
         if isinstance(overwrite, (bool, np.bool_)):
             flag, step = self._flag, 0
             flag[0] = overwrite
@@ -139,10 +141,12 @@ class BlockLog:
                     f"overwrite must be one bool, or one for each of the {len(rows)} requests, got {flag.shape}"
                 )
             step = flag.ndim
-        self._words[packing.A_OVERWRITE], self._words[packing.A_OVERWRITE_STEP] = flag.ctypes.data, step
-        append_batch = packing.append_batch if self.num_groups <= packing.MAX_TUPLE else self._append_many_groups
+        self._words[append_packing.A_OVERWRITE], self._words[append_packing.A_OVERWRITE_STEP] = flag.ctypes.data, step
+        append_batch = (
+            append_packing.append_batch if self.num_groups <= append_packing.MAX_TUPLE else self._append_many_groups
+        )
         bad = append_batch(self._address, rows, ids, totals)
-        if bad != -1 and bad >> 48 == packing.NO_ROOM:
+        if bad != -1 and bad >> 48 == append_packing.NO_ROOM:
             self._make_room(len(rows))
             bad = append_batch(self._address, rows, ids, totals)
         if bad < -1:
@@ -154,21 +158,21 @@ class BlockLog:
             self._refuse(bad, rows, ids, totals)
 
     def _append_many_groups(self, desc: int, rows: np.ndarray, ids: Any, totals: Any) -> int:
-        """As `packing.append_batch`, without a tuple of arrays for Numba."""
+        """As `append_packing.append_batch`, without a tuple of arrays for Numba."""
         for group in range(self.num_groups):
             if len(totals[group]) != len(rows):
                 return -2 - group
         fields = [(i.ctypes.data, 4, t.ctypes.data, t.itemsize, len(i)) for i, t in zip(ids, totals, strict=True)]
         self._inputs[:] = np.ravel(fields)
-        self._words[packing.A_ROWS], self._words[packing.A_ROW_BYTES] = rows.ctypes.data, 8
-        return packing.append(desc, len(rows))  # type: ignore[no-any-return]
+        self._words[append_packing.A_ROWS], self._words[append_packing.A_ROW_BYTES] = rows.ctypes.data, 8
+        return append_packing.append(desc, len(rows))  # type: ignore[no-any-return]
 
     @staticmethod
     def _ids_of(values: Any) -> np.ndarray:
         """Block ids as a contiguous int32 array."""
         if _all_int32((values,)):
             return values  # type: ignore[no-any-return]
-        wide = writes.as_int64(values, "new_block_ids")
+        wide = as_int64(values, "new_block_ids")
         if wide.size and not (int(wide.min()) >= -(2**31) and int(wide.max()) < 2**31):
             raise OverflowError("a block id in new_block_ids does not fit int32")
         return wide.astype(np.int32)
@@ -177,7 +181,8 @@ class BlockLog:
         pairs, header = num_writes * self.num_groups, self.log.header
         self._grow_old(max(pairs, len(self._old)))
         self.log.reserve(
-            header[packing.LOG_WRITES] + 2 * pairs, header[packing.LOG_VALUES] + self._words[packing.A_NEED_VALUES]
+            header[packing.LOG_WRITES] + 2 * pairs,
+            header[packing.LOG_VALUES] + self._words[append_packing.A_NEED_VALUES],
         )
 
     def _put_any(self, new_block_ids: Sequence[Any]) -> None:
@@ -186,7 +191,7 @@ class BlockLog:
             raise ValueError(
                 f"new_block_ids must have one entry for each of the {self.num_groups} groups, got {len(new_block_ids)}"
             )
-        found = [writes.convert(ids, INT32) for ids in new_block_ids]
+        found = [convert(ids, INT32) for ids in new_block_ids]
         lengths = [len(ids) for ids in found]
         if sum(lengths) > len(self._ids):
             self._grow_ids(sum(lengths))
@@ -196,7 +201,7 @@ class BlockLog:
             if isinstance(ids, np.ndarray):
                 self._ids[at : at + length] = ids
             else:
-                writes.pack_values(ids, INT32, self._ids, at)
+                pack_values(ids, INT32, self._ids, at)
             at += length
 
     def _refuse_row(self, row: int) -> NoReturn:
@@ -204,23 +209,25 @@ class BlockLog:
 
     def _refuse(self, bad: int, rows: Any, ids: Any = (), totals: Any = ()) -> NoReturn:
         """Raise what the jitted pass found; nothing is staged."""
-        code, w, group = bad >> 48, bad & ((1 << 48) - 1), self._words[packing.A_BAD_GROUP]
+        code, w, group = bad >> 48, bad & ((1 << 48) - 1), self._words[append_packing.A_BAD_GROUP]
         if code == packing.LENGTHS_WRONG:
             found = totals[group][min(w, len(totals[group]) - 1)] if len(totals[group]) else "no entries"
             raise ValueError(
-                f"cu_num_blocks[{group}] must rise to len(new_block_ids[{group}]) = {len(ids[group])}, got {found} at entry {w}"
+                f"cu_num_blocks[{group}] must rise to len(new_block_ids[{group}]) = {len(ids[group])}, "
+                f"got {found} at entry {w}"
             )
         factor, width = int(self._factors[group]), int(self._widths[group])
-        if code == packing.BLOCK_OVERFLOW:
+        if code == append_packing.BLOCK_OVERFLOW:
             raise OverflowError(
-                f"a block id of group {group} does not fit int32 once expanded (each KV block is {factor} kernel blocks)"
+                f"a block id of group {group} does not fit int32 once expanded "
+                f"(each KV block is {factor} kernel blocks)"
             )
         row = int(rows[w])
         if code == packing.ROW_OUTSIDE:
             self._refuse_row(row)
         raise IndexError(
-            f"request row {row} has {self.counts[group, row]} kernel blocks in group {group}; the new ones, {factor} for each "
-            f"KV block, exceed its row length {width} (a ({self.max_num_reqs}, {width}) table)"
+            f"request row {row} has {self.counts[group, row]} kernel blocks in group {group}; the new ones, {factor} "
+            f"for each KV block, exceed its row length {width} (a ({self.max_num_reqs}, {width}) table)"
         )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from . import appends, packing, ring, staged, step, step_inputs, writes
 from .buffers import check_size
 from .device import Device, get_backend
+from .values import check_capacity
 
 INT32 = np.dtype(np.int32)
 
@@ -283,7 +284,7 @@ class BlockTables(step_inputs.StepInputs):
         CaptureError
             The current stream is being captured.
         """
-        writes.check_capacity(num_writes, num_blocks)
+        check_capacity(num_writes, num_blocks)
         self._path.reserve(*self._staged.reserve(num_writes, num_blocks))
 
 

@@ -1,7 +1,7 @@
 """Pinned host memory that kernels read in place: one buffer, a fenced pool of them, and a published host array.
 
-The pool owns its slots. A view that it hands out is read by kernels that it cannot see: it belongs to the stream that was
-current (or given) then, until `fence(stream)` or until its slot is taken back.
+The pool owns its slots. A view that it hands out is read by kernels that it cannot see: it belongs to the stream that
+was current (or given) then, until `fence(stream)` or until its slot is taken back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import ring, writes
+from . import ring
 from .device import (
     PER_THREAD_STREAM,
     Device,
@@ -25,6 +25,7 @@ from .device import (
     refuse_in_forked_child,
     require_uva,
 )
+from .values import convert, pack_values
 
 MARKS = 16  # fences that one pool keeps in flight, at least
 
@@ -107,8 +108,8 @@ class _Slot:
 class UvaBufferPool:
     """A round-robin ring of pinned buffers for host arrays that kernels read.
 
-    A buffer is never rewritten while a reader that the pool knows of may still run: a busy one makes the host wait for it
-    alone. It grows along dimension 0 to the smallest power of two that holds the input.
+    A buffer is never rewritten while a reader that the pool knows of may still run: a busy one makes the host wait for
+    it alone. It grows along dimension 0 to the smallest power of two that holds the input.
 
     Parameters
     ----------
@@ -397,11 +398,11 @@ class _PoolCore:
 
     def _checked(self, x: Any) -> np.ndarray:
         """Convert the values of `x`, of one dimension, to an array of the pool's dtype."""
-        values = writes.convert(x, self.dtype)
+        values = convert(x, self.dtype)
         if isinstance(values, np.ndarray):
             return values
         found = np.empty(len(values), self.dtype)
-        writes.pack_values(values, self.dtype, found.view(np.uint8), 0)
+        pack_values(values, self.dtype, found.view(np.uint8), 0)
         return found
 
     def fill(self, x: Any, stream: Any) -> tuple[_Slot, int]:
@@ -500,5 +501,5 @@ class UvaBackedTensor:
         return self.gpu
 
     def fence(self, stream: Any = None) -> None:
-        """Record that every view published so far is read by work that is on `stream` now; see `UvaBufferPool.fence`."""
+        """Record that every view published so far is read by work on `stream` now; see `UvaBufferPool.fence`."""
         self._pool.fence(stream)

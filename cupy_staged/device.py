@@ -72,7 +72,7 @@ def check_native(dtype: Any) -> np.dtype:
         raise TypeError(f"dtype {found} is not supported: use bool, integers, floats or complex of 1 to 16 bytes")
     if not found.isnative:
         raise TypeError(f"dtype {found} is not in native byte order: use {found.newbyteorder('=')}")
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 class HostBackend:
@@ -181,8 +181,9 @@ class CudaBackend:
         self._error = cupy.cuda.runtime.CUDARuntimeError
         self.stream(None)  # CaptureError before anything is made
         with self.current():
-            # Memory comes from and is cleared on a stream of our own: a constructor neither waits for a stalled stream of
-            # the caller nor races with it, and a dropped block goes back to where no kernel of the caller was queued.
+            # Memory comes from and is cleared on a stream of our own: a constructor neither waits for a stalled stream
+            # of the caller nor races with it, and a dropped block goes back to where no kernel of the caller was
+            # queued.
             self.setup = cupy.cuda.Stream(non_blocking=True)
             self._setup_lock = threading.RLock()
             with self.setup:  # no kernel of CuPy's: it would be compiled, and fail where its cache cannot be written
@@ -256,7 +257,7 @@ class CudaBackend:
         return self._refuse_capture(stream)
 
     def _refuse_capture(self, stream: Any) -> Any:
-        """Raise CaptureError where `stream` is being captured, or where work on it would break a capture; else return it."""
+        """Raise CaptureError where `stream` is being captured or work on it would break a capture; else return it."""
         try:
             capturing = self._is_capturing(stream.ptr)
         except RuntimeError as error:  # of CuPy's own where the capture was invalidated
@@ -545,8 +546,8 @@ def _probe(device_id: int) -> UvaStatus:
     return UvaStatus(True, "a kernel read what the host wrote after mapping, and the host read its answer")
 
 
-# A forked child cannot use CUDA. Every object that does registers here; the child takes all locks and seals all write logs,
-# so that the next call on such an object is refused by a check that each call makes anyway.
+# A forked child cannot use CUDA. Every object that does registers here; the child takes all locks and seals all write
+# logs, so that the next call on such an object is refused by a check that each call makes anyway.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _forked = False
 

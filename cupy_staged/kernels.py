@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from . import packing
+from . import packing, step_packing
 from .device import Backend, CudaBackend, Device, Pinned, get_backend
 
 # (blocks, threads a block, cells a line): the packer takes the first with a warp for each line. The first is for small
@@ -85,8 +85,8 @@ def warmup(device: Device = None) -> None:
     """
     backend = get_backend(device)
     packing.compile_all()
-    packing.compile_step()
-    packing.compile_params()
+    step_packing.compile_step()
+    step_packing.compile_params()
     if isinstance(backend, CudaBackend):
         for unit in (1, 2, 4, 8):
             for name in ("apply_write", "apply_write_groups"):
@@ -207,7 +207,7 @@ def _cuda_launchers(
 def make_step_launchers(
     backend: Backend, slot: Pinned, twin: int, scratch: int, fence: tuple[Pinned, int], num_bytes: memoryview
 ) -> tuple[list[Launcher], list[Any]]:
-    """Make the launchers of one step slot, in the order of `packing.note_step`, and say what they need kept alive.
+    """Make the launchers of one step slot, in the order of `step_packing.note_step`, and say what they need kept alive.
 
     `twin` is the address of the slot's copy on the device, `scratch` that of two words there (the blocks' ticket, and a
     fence word that nobody reads), `fence` as in `make_launchers`; `num_bytes[0]` tells how much of the slot is used.
@@ -216,9 +216,9 @@ def make_step_launchers(
         words = fence[0].array.view(np.uint64)
 
         def on_host(_stream: int) -> None:
-            words[fence[1]] = packing.prepare_host(slot.address)
+            words[fence[1]] = step_packing.prepare_host(slot.address)
 
-        return [on_host] * packing.STEP_SHAPES, []
+        return [on_host] * step_packing.STEP_SHAPES, []
 
     runtime = backend.runtime
     fetch = get_function(backend, "block_tables", "fetch_step")
@@ -254,8 +254,10 @@ def make_step_launchers(
         return launch
 
     if not backend.uva:
-        return [copied(capture(0, blocks)) for blocks in STEP_GRIDS] * (packing.STEP_SHAPES // len(STEP_GRIDS)), graphs
-    sizes = [min(size, slot.array.nbytes) for size in (*packing.FETCH_BYTES, slot.array.nbytes)]
+        return [copied(capture(0, blocks)) for blocks in STEP_GRIDS] * (
+            step_packing.STEP_SHAPES // len(STEP_GRIDS)
+        ), graphs
+    sizes = [min(size, slot.array.nbytes) for size in (*step_packing.FETCH_BYTES, slot.array.nbytes)]
     return [fetched(capture(size // 16, blocks)) for size in sizes for blocks in STEP_GRIDS], graphs
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import packing, ring
+from . import ring, step_packing
 from .device import (
     PER_THREAD_STREAM,
     Device,
@@ -167,7 +167,7 @@ class _ParamCore:
 
     def __init__(self, backend: Any, nbytes: int) -> None:
         ring.sweep()
-        packing.compile_params()
+        step_packing.compile_params()
         num_slots = ring.check_max_concurrency(None)
         self.backend = backend
         self.lock = threading.Lock()
@@ -199,7 +199,7 @@ class _ParamCore:
 
     def sync(self, stream: Any) -> None:
         """Publish what changed, on `stream`, which is not being captured."""
-        if not packing.differ(*self._addresses):
+        if not step_packing.differ(*self._addresses):
             return
         slot, backend = self._next, self.backend
         if self._fences.words[8 * slot] != self._sequences[slot]:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import packing
+from . import packing, step_packing
 from .block_tables import BlockTables
 from .staged import FusedStagedWriter, StagedWriteTensor
 from .step_inputs import StepInputs
@@ -15,7 +15,8 @@ from .step_inputs import StepInputs
 _NAMES: tuple[tuple[Any, tuple[str, ...], str], ...] = (
     (StagedWriteTensor, ("stage_write", "stage_writes"), "stage"),
     (BlockTables, ("append_block_ids", "append_block_ids_batch"), "stage"),
-    (packing, ("pack", "pack_step", "note_step"), "pack"),
+    (packing, ("pack",), "pack"),
+    (step_packing, ("pack_step", "note_step"), "pack"),
     (StagedWriteTensor, ("apply_write",), "apply"),
     (FusedStagedWriter, ("apply",), "apply"),
     (BlockTables, ("apply_staged_writes",), "apply"),
@@ -43,7 +44,8 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def named_ranges() -> Iterator[None]:
     """Give stage, pack, apply, gather and slot mapping NVTX ranges of the calling thread while the block runs.
 
-    Ranges cost about 0.1 us each where no profiler listens, and nothing outside the block. Use it in one thread at a time.
+    Ranges cost about 0.1 us each where no profiler listens, and nothing outside the block. Use it in one thread at a
+    time.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """What keeps a slot safe: fence words, retirement of what is replaced or dropped, and the counts that `stats` shows.
 
 A fence word lies in pinned memory. The last reader of a slot (our kernel, or a copy that follows the reader on its
-stream) sets it to the slot's sequence, and the host rewrites the slot only after it has seen it. Looking at a word calls
-no CUDA, so that nothing here disturbs a capture on another thread.
+stream) sets it to the slot's sequence, and the host rewrites the slot only after it has seen it. Looking at a word
+calls no CUDA, so that nothing here disturbs a capture on another thread.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class FenceWords:
             self.stats.wait_s += time.perf_counter() - begin
 
 
-# What was replaced or dropped, each with a function that tells whether its last work is done. Finalizers append here and do
-# no more: they may run anywhere, also inside a capture. Constructors, growth and rebind sweep.
+# What was replaced or dropped, each with a function that tells whether its last work is done. Finalizers append here
+# and do no more: they may run anywhere, also inside a capture. Constructors, growth and rebind sweep.
 _retired: list[tuple[Callable[[], bool], Any]] = []
 _sweep_lock = threading.Lock()
 

@@ -17,6 +17,8 @@ import numpy as np
 from . import packing, ring, writes
 from .buffers import check_size
 from .device import Device, check_native, get_backend, host_view, refuse_in_forked_child, require_uva
+from .log import WriteLog, torn_error
+from .values import check_capacity, check_ints, convert, explain, refuse, without_numpy_bools
 
 CONTENTS = ("auto", "uva", "h2d")
 
@@ -92,7 +94,7 @@ class StagedWriteTensor:
         self.backend = get_backend(device)
         if contents == "uva":
             require_uva(self.backend, "contents='uva'")
-        self.num_rows, self.row_length = self.shape[0], (self.shape + (1,))[1]
+        self.num_rows, self.row_length = self.shape[0], (*self.shape, 1)[1]
         self.np: np.ndarray | None = None
         if target is not None:
             self.gpu = target
@@ -107,7 +109,7 @@ class StagedWriteTensor:
         self._copy_bytes = {"uva": never, "h2d": always, "auto": never if self.np is not None else writes.COPY_BYTES}[
             contents
         ]
-        self._log = writes.WriteLog(self.dtype)
+        self._log = WriteLog(self.dtype)
         self._users: list[
             tuple[weakref.ref[writes.WritePath], int]
         ] = []  # paths that write this table, and as which group
@@ -126,7 +128,8 @@ class StagedWriteTensor:
         address = self.backend.check_array(array, "target")
         if array.shape != self.shape or array.dtype != self.dtype:
             raise ValueError(
-                f"target must have shape {self.shape} and dtype {self.dtype}, got shape {array.shape}, dtype {array.dtype}"
+                f"target must have shape {self.shape} and dtype {self.dtype}, "
+                f"got shape {array.shape}, dtype {array.dtype}"
             )
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ValueError("target must be writeable")
@@ -177,11 +180,11 @@ class StagedWriteTensor:
         """
         log = self._log
         if type(x) is not list or log.format is None:
-            x = writes.convert(x, self.dtype)
+            x = convert(x, self.dtype)
         length, at, end = len(x), log.at, log.end
         try:
             if not (0 <= index < self.num_rows and 0 <= start <= self.row_length - length):
-                writes.refuse(index, start, length, self.num_rows, self.row_length)
+                refuse(index, start, length, self.num_rows, self.row_length)
             if length == 1 and log.put_one is not None:
                 log.put_one(log.records, at, index, start, packing.ONE_VALUE, x[0])
                 length = 0  # of contents
@@ -195,19 +198,19 @@ class StagedWriteTensor:
                 length += skip
         except (struct.error, OverflowError, TypeError, ValueError):
             refuse_in_forked_child()
-            writes.check_ints(index, start)
+            check_ints(index, start)
             if at == log.max_at or end + len(x) + 16 > log.max_end:
                 log.reserve(at // packing.RECORD_BYTES + 1, end + len(x) + 16)
                 return self.stage_write(index, start, x)
-            others = writes.without_numpy_bools(x) if self.dtype.kind in "iu" else None
+            others = without_numpy_bools(x) if self.dtype.kind in "iu" else None
             if others is not None:
                 return self.stage_write(index, start, others)
             if log.format is None:
                 raise
-            writes.explain(x, self.dtype)
+            explain(x, self.dtype)
         if log.at != at or log.end != end:  # no call, so no other thread, comes between here and the end
             log.torn = True
-            raise writes.torn_error()
+            raise torn_error()
         log.end = end + length
         log.at = at + 32  # packing.RECORD_BYTES
 
@@ -268,8 +271,8 @@ class StagedWriteTensor:
 
         Notes
         -----
-        Returns when the launch is enqueued. Later work on the stream sees the writes; applies of one tensor are in order
-        also over streams. The host waits only where all slots are still being read.
+        Returns when the launch is enqueued. Later work on the stream sees the writes; applies of one tensor are in
+        order also over streams. The host waits only where all slots are still being read.
         """
         self._path.apply(stream, wait_for)
 
@@ -290,7 +293,7 @@ class StagedWriteTensor:
         -----
         Returns when its device work is done; waits for slots that are still being read.
         """
-        writes.check_capacity(num_writes, num_values)
+        check_capacity(num_writes, num_values)
         self._path.reserve(num_writes, num_values)
         self._log.reserve(num_writes, num_values)
 
@@ -397,7 +400,7 @@ class FusedStagedWriter:
 
     def reserve(self, num_writes: int, num_values: int) -> None:
         """Make room for that many writes and values a step, over all members; see `StagedWriteTensor.reserve`."""
-        writes.check_capacity(num_writes, num_values)
+        check_capacity(num_writes, num_values)
         self._path.reserve(num_writes, num_values)
         for tensor in self.tensors:
             tensor._log.reserve(num_writes, num_values)
@@ -414,8 +417,8 @@ def check_members(tensors: tuple[StagedWriteTensor, ...]) -> None:
             raise TypeError(f"tensors[{group}] must be a StagedWriteTensor, got {type(tensor).__name__}")
         if tensor.dtype.itemsize != tensors[0].dtype.itemsize:
             raise TypeError(
-                f"tensors[{group}] has items of {tensor.dtype.itemsize} bytes, tensors[0] of {tensors[0].dtype.itemsize}: "
-                "make one writer for each item size"
+                f"tensors[{group}] has items of {tensor.dtype.itemsize} bytes, "
+                f"tensors[0] of {tensors[0].dtype.itemsize}: make one writer for each item size"
             )
         if tensor.backend is not tensors[0].backend:
             raise ValueError(f"tensors[{group}] lives on another device than tensors[0]")

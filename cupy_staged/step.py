@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import kernels, packing, ring, writes
+from . import kernels, packing, ring, step_packing, writes
 from .device import Backend, drain, guard_against_fork, refuse_in_forked_child
 from .errors import CaptureError
 
@@ -30,7 +30,7 @@ class StepPath:
     path : WritePath
         Whose tables are read; the last one holds the counts.
     facts : numpy.ndarray
-        ``[groups, packing.F_FIELDS] int64``.
+        ``[groups, step_packing.F_FIELDS] int64``.
     max_num_reqs, max_num_tokens : int
         The most requests and tokens of a step.
     kept : object
@@ -40,7 +40,7 @@ class StepPath:
     def __init__(
         self, path: writes.WritePath, facts: np.ndarray, max_num_reqs: int, max_num_tokens: int, kept: Any
     ) -> None:
-        packing.compile_step()
+        step_packing.compile_step()
         backend: Backend = path.backend
         self.backend = backend
         self.lock = threading.Lock()
@@ -52,17 +52,17 @@ class StepPath:
         num_slots = SLOTS_A_CALL * path.stats.slots
         self._fences = ring.FenceWords(backend, num_slots, self.stats)
         self._done = self._fences.words
-        widths, columns = facts[:, packing.F_WIDTH].tolist(), packing.GATHER_COLUMNS
+        widths, columns = facts[:, step_packing.F_WIDTH].tolist(), step_packing.GATHER_COLUMNS
         chunks = [group << 40 | first for group, width in enumerate(widths) for first in range(0, width, columns)]
         self._chunks = np.array(chunks, np.int64)
         on_device = [backend.array(facts), backend.array(self._chunks)]
         facts_address, self._chunks_address = (backend.check_array(array, "facts") for array in on_device)
 
-        desc = np.zeros(packing.P_SLOTS + packing.P_SLOT_FIELDS * (num_slots + 1), np.int64)
+        desc = np.zeros(step_packing.P_SLOTS + step_packing.P_SLOT_FIELDS * (num_slots + 1), np.int64)
         self._desc = desc
         self._words = memoryview(desc)  # type: ignore[arg-type]
         self._address = desc.ctypes.data
-        desc[packing.P_CONSTANTS : packing.P_CONSTANTS + 7] = (
+        desc[step_packing.P_CONSTANTS : step_packing.P_CONSTANTS + 7] = (
             path.targets.device_address,
             facts_address,
             self._chunks_address,
@@ -71,10 +71,10 @@ class StepPath:
             max_num_reqs,
             len(self._chunks),
         )
-        desc[packing.P_NUM_SLOTS] = num_slots
-        desc[packing.P_SMALL_UNITS] = kernels.STEP_GRIDS[0] * kernels.STEP_THREADS // 32
-        num_bytes = self._words[packing.P_BYTES : packing.P_BYTES + 1]
-        slot_bytes = packing.STEP_BYTES + -(-4 * max_num_reqs // 16) * 16 + -(-4 * (max_num_reqs + 1) // 16) * 16
+        desc[step_packing.P_NUM_SLOTS] = num_slots
+        desc[step_packing.P_SMALL_UNITS] = kernels.STEP_GRIDS[0] * kernels.STEP_THREADS // 32
+        num_bytes = self._words[step_packing.P_BYTES : step_packing.P_BYTES + 1]
+        slot_bytes = step_packing.STEP_BYTES + -(-4 * max_num_reqs // 16) * 16 + -(-4 * (max_num_reqs + 1) // 16) * 16
         slot_bytes += -(-8 * max_num_tokens // 16) * 16
         twins = backend.zeros((num_slots, slot_bytes), np.dtype(np.uint8))
         scratch = backend.zeros((num_slots, 2), np.dtype(np.uint64))
@@ -94,12 +94,12 @@ class StepPath:
             self._launch += launchers
             self._blocks.append(block)
             self._on_device.append(graphs)
-            state = packing.P_SLOTS + packing.P_SLOT_FIELDS * slot
+            state = step_packing.P_SLOTS + step_packing.P_SLOT_FIELDS * slot
             self._states.append(state)
             desc[state : state + 4] = block.address, twin_here, 0, self._fences.block.address + 64 * slot
             self.stats.host_allocations += 1
-        self._by_value = np.zeros(packing.STEP_BYTES // 8, np.int64)
-        desc[packing.P_SLOTS + packing.P_SLOT_FIELDS * num_slots] = self._by_value.ctypes.data
+        self._by_value = np.zeros(step_packing.STEP_BYTES // 8, np.int64)
+        desc[step_packing.P_SLOTS + step_packing.P_SLOT_FIELDS * num_slots] = self._by_value.ctypes.data
         self._record = kernels.make_step_recorder(backend, self._by_value)
         if backend.id is not None:
             guard_against_fork(self)
@@ -156,7 +156,7 @@ class StepPath:
             self.stale = False
         first = 0
         while True:
-            slot = self._words[packing.P_NEXT]
+            slot = self._words[step_packing.P_NEXT]
             try:
                 if isinstance(idx_mapping, np.ndarray):
                     number = self._pack(idx_mapping, query_start_loc, positions, num_rows, num_tokens, slots, gathered)
@@ -165,18 +165,18 @@ class StepPath:
                         1 if stream is None else 0, idx_mapping, query_start_loc, positions, num_rows, slots, gathered
                     )
                 if out:
-                    self._redirect(number // packing.STEP_SHAPES, first, out)
+                    self._redirect(number // step_packing.STEP_SHAPES, first, out)
                 if stream is None:
                     self._record(number & 1, self.backend.cupy.cuda.get_current_stream(self.backend.id).ptr)  # type: ignore[union-attr]
                 else:
                     self._streams[slot] = stream
                     self._launch[number](stream.ptr)
             except BaseException:
-                if self._words[packing.P_NEXT] != slot:  # the slot was taken
+                if self._words[step_packing.P_NEXT] != slot:  # the slot was taken
                     drain(self.backend, stream)
                     self._words[self._states[slot] + 2] = self._done[8 * slot]  # nobody reads it
                 raise
-            first += packing.OUT_GROUPS
+            first += step_packing.OUT_GROUPS
             if first >= len(out):
                 return
 
@@ -201,21 +201,21 @@ class StepPath:
         """Lay host arrays out in the next slot; returns the launcher's number."""
         address, length, stride = slots
         try:
-            number: int = packing.pack_step(
+            number: int = step_packing.pack_step(
                 self._address, idx, starts, positions, num_rows, num_tokens, address, stride, length, gathered
             )
         except (TypeError, ValueError):  # Numba's, also for what it cannot tell the type of
             idx = _host_array(idx, INT32, "idx_mapping")
             starts = _host_array(starts, INT32, "query_start_loc")
             positions = _host_array(positions, INT64, "positions")
-            number = packing.pack_step(
+            number = step_packing.pack_step(
                 self._address, idx, starts, positions, num_rows, num_tokens, address, stride, length, gathered
             )
         while number < 0:
             if number != packing.BUSY:
                 self._explain(number, idx, starts, positions, num_tokens)
             self._wait()
-            number = packing.pack_step(
+            number = step_packing.pack_step(
                 self._address, idx, starts, positions, num_rows, num_tokens, address, stride, length, gathered
             )
         return number
@@ -241,9 +241,9 @@ class StepPath:
                 if num_starts != num_reqs + 1:
                     _refuse_count(num_starts, num_reqs)
         while True:
-            number: int = packing.note_step(
+            number: int = step_packing.note_step(
                 self._address, direct, at_idx, at_starts, at_positions, num_reqs, num_rows, num_positions,
-                address, stride, length, gathered, packing.STEP_BYTES,
+                address, stride, length, gathered, step_packing.STEP_BYTES,
             )  # fmt: skip
             if number >= 0:
                 return number
@@ -263,16 +263,16 @@ class StepPath:
         """Let the step in `slot` gather to `out`, only groups from `first` on, as many as a descriptor has room for."""
         step = self._by_value
         if slot < len(self._states):
-            step = self._blocks[slot].array[: packing.STEP_BYTES].view(np.int64)
-        here = out[first : first + packing.OUT_GROUPS]
-        step[packing.S_OUT : packing.S_OUT + len(here)] = here
-        step[packing.S_FIRST_GROUP] = first
+            step = self._blocks[slot].array[: step_packing.STEP_BYTES].view(np.int64)
+        here = out[first : first + step_packing.OUT_GROUPS]
+        step[step_packing.S_OUT : step_packing.S_OUT + len(here)] = here
+        step[step_packing.S_FIRST_GROUP] = first
         begin, end = np.searchsorted(self._chunks, [first << 40, (first + len(here)) << 40])
-        step[packing.S_CHUNKS] = self._chunks_address + 8 * begin
-        step[packing.S_NUM_CHUNKS] = end - begin
+        step[step_packing.S_CHUNKS] = self._chunks_address + 8 * begin
+        step[step_packing.S_NUM_CHUNKS] = end - begin
 
     def _wait(self) -> None:
-        slot = self._words[packing.P_NEXT]
+        slot = self._words[step_packing.P_NEXT]
         self._fences.wait(slot, self._words[self._states[slot] + 2], self._streams[slot])
 
     def _refuse(self) -> NoReturn:
@@ -281,12 +281,12 @@ class StepPath:
 
     def _explain(self, code: int, idx: Any, starts: Any, positions: Any, num_tokens: int) -> NoReturn:
         """Raise what the jitted pass found; nothing was launched."""
-        if code == packing.WRONG_COUNT:
+        if code == step_packing.WRONG_COUNT:
             _refuse_count(len(starts), len(idx))
-        if code == packing.NOT_RISING:
-            bad = self._words[packing.P_BAD]
+        if code == step_packing.NOT_RISING:
+            bad = self._words[step_packing.P_BAD]
             raise ValueError(f"query_start_loc must rise from 0 or more, got {starts[bad]} at entry {bad}")
-        if code == packing.TOO_FEW_POSITIONS:
+        if code == step_packing.TOO_FEW_POSITIONS:
             raise ValueError(f"positions has {len(positions)} entries, query_start_loc ends at {starts[-1]}")
         raise ValueError(f"query_start_loc ends at {starts[-1]}: more tokens than num_tokens_padded {num_tokens}")
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import packing, ring, step, writes
+from . import ring, step, step_packing, writes
 from .device import Backend
 
 NO_STARTS, NO_POSITIONS = np.zeros(1, np.int32), np.zeros(0, np.int64)
@@ -39,7 +39,7 @@ class StepInputs:
     def _make_step(self, path: writes.WritePath, facts: np.ndarray) -> None:
         """Allocate what a step writes, and its launch path."""
         self._groups = len(facts)
-        self._widths = facts[:, packing.F_WIDTH].tolist()
+        self._widths = facts[:, step_packing.F_WIDTH].tolist()
         self.input_block_tables = tuple(
             self.backend.zeros((self.max_num_reqs, width), step.INT32) for width in self._widths
         )
@@ -302,7 +302,7 @@ def group_facts(
     sharded: Sequence[bool] | None,
     enabled: Sequence[bool] | None,
 ) -> np.ndarray:
-    """Return what the kernels know of each group, ``[groups, packing.F_FIELDS] int64``; ValueError where it clashes.
+    """Return what the kernels know of each group, ``[groups, F_FIELDS] int64``; ValueError where it clashes.
 
     `cp` is size, rank and interleave; None for the last two means all groups.
     """
@@ -316,7 +316,7 @@ def group_facts(
     for flags, name in ((sharded, "dcp_sharded"), (enabled, "slot_mapping_enabled")):
         if flags is not None and len(flags) != groups:
             raise ValueError(f"{name} must have one entry for each of the {groups} groups, got {len(flags)}")
-    facts = np.zeros((groups, packing.F_FIELDS), np.int64)
+    facts = np.zeros((groups, step_packing.F_FIELDS), np.int64)
     sizes = zip(block_sizes, kernel_block_sizes, max_blocks, strict=True)
     for group, (block, kernel_block, columns) in enumerate(sizes):
         is_sharded = sharded is None or bool(sharded[group])
@@ -325,12 +325,15 @@ def group_facts(
         ranks = size if is_sharded else 1
         if block * ranks > MAX_SPAN:
             raise ValueError(f"a block of group {group} spans {block * ranks} tokens: at most {MAX_SPAN}")
-        facts[group, packing.F_SPAN] = block * ranks
-        facts[group, packing.F_RANKS], facts[group, packing.F_RANK] = ranks, rank
-        facts[group, packing.F_INTERLEAVE] = interleave
-        facts[group, packing.F_SPLIT], facts[group, packing.F_KERNEL_BLOCK] = block // kernel_block, kernel_block
-        facts[group, packing.F_COLUMNS] = columns if enabled is None or enabled[group] else 0
-        facts[group, packing.F_WIDTH] = columns * (block // kernel_block)
+        facts[group, step_packing.F_SPAN] = block * ranks
+        facts[group, step_packing.F_RANKS], facts[group, step_packing.F_RANK] = ranks, rank
+        facts[group, step_packing.F_INTERLEAVE] = interleave
+        facts[group, step_packing.F_SPLIT], facts[group, step_packing.F_KERNEL_BLOCK] = (
+            block // kernel_block,
+            kernel_block,
+        )
+        facts[group, step_packing.F_COLUMNS] = columns if enabled is None or enabled[group] else 0
+        facts[group, step_packing.F_WIDTH] = columns * (block // kernel_block)
     return facts
 
 

@@ -1,382 +1,26 @@
-"""One write's way: staged into a log, packed into a slot, launched, fenced.
+"""From the log to the tables: pack into a slot, launch, fence.
 
-A `WriteLog` belongs to one tensor (or one BlockTables) and holds typed host arrays. A `WritePath` owns the ring of slots
-and carries the writes of one or many logs into their tables with one launch, on the stream given. It goes one way.
+A `WritePath` owns the ring of slots and carries the writes of one or many logs (`log.py`) into their tables with one
+launch, on the stream given. It goes one way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import numbers
-import operator
-import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 
 from . import kernels, packing, ring
 from .device import PER_THREAD_STREAM, Backend, Pinned, drain, guard_against_fork, refuse_in_forked_child
+from .log import NEVER, SLACK, Contents, WriteLog, torn_error
 
-COPY_BYTES = 1 << 62  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
+COPY_BYTES = NEVER  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
 FIRST_SLOT_BYTES = 1 << 15
-NEVER = 1 << 62
 MAX_STAMPED_ROWS = 1 << 20  # 4 MiB of host memory
-SLACK = 16  # the packer reads whole 8-byte words past the last value
-
-# What struct can pack; it checks kind and range of each value, and is the fastest way measured from a list. Only the
-# standard formats ("=") refuse a finite number that would become infinite.
-_PLAIN = {float, int, bool}
-_INT64 = np.dtype(np.int64)
-_FORMATS = {np.dtype(c): c for c in "bBhHiIqQefd"}
-
-
-def convert(values: Any, dtype: np.dtype) -> np.ndarray | list[Any] | tuple[Any, ...] | range:
-    """`values` as a list, tuple or range for struct, or as a 1-D contiguous array of `dtype` with every value checked.
-
-    Raises
-    ------
-    TypeError
-        `values` is text, None, a device array, no iterable, or of a kind that the table does not hold.
-    OverflowError
-        A value does not fit `dtype`.
-    ValueError
-        An array has more or fewer than one dimension.
-    """
-    if isinstance(values, np.ma.MaskedArray):
-        raise TypeError("values must not be masked: fill them first")
-    if not isinstance(values, np.ndarray):
-        if hasattr(values, "__cuda_array_interface__"):
-            raise TypeError("values must lie on the host: a device array would have to be read back")
-        if isinstance(values, (str, bytes, bytearray, dict)) or not (
-            isinstance(values, Iterable) or hasattr(values, "__array__")
-        ):
-            raise TypeError(
-                f"values must be a list, tuple, range, array or iterable of numbers, got {type(values).__name__}"
-            )
-        if hasattr(values, "__array__") or hasattr(values, "typecode"):
-            values = np.asarray(values)
-        else:
-            if not isinstance(values, (list, tuple, range)):
-                values = list(values)
-            if dtype in _FORMATS:
-                return values  # type: ignore[no-any-return]
-            values = _array_of(values, dtype)
-    if values.ndim != 1:
-        raise ValueError(f"values must have one dimension, got shape {values.shape}")
-    if values.dtype == dtype:
-        return np.ascontiguousarray(values)
-    return _cast(values, dtype)
-
-
-def _array_of(values: Any, dtype: np.dtype, first: int = 0) -> np.ndarray:
-    """A list as an array, for the dtypes that struct does not know (bool, complex); `first` is its first position."""
-    for position, value in enumerate(values, first):
-        number = isinstance(value, (numbers.Number, np.generic)) and not isinstance(value, (str, bytes))
-        if not number or (dtype.kind == "f" and isinstance(value, (complex, np.complexfloating))):
-            raise TypeError(f"value {value!r} at position {position} cannot go into a table of {dtype}")
-    if dtype.kind in "fc":  # a Python int may be larger than any integer dtype
-        as_kind = complex if dtype.kind == "c" else float
-        values = [value if isinstance(value, np.generic) else as_kind(value) for value in values]
-    return np.array(values) if len(values) else np.empty(0, dtype)
-
-
-def _cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`values` converted to `dtype`; nothing wraps, nothing loses its fraction, no finite value becomes infinite."""
-    kind, wanted = values.dtype.kind, dtype.kind
-    if kind == "O":
-        values = _array_of(values.tolist(), dtype)
-        kind = values.dtype.kind
-        if kind == "O":  # ints beyond 64 bits
-            raise OverflowError(f"a value does not fit {dtype}")
-    order = "biufc"
-    if kind not in order:
-        raise TypeError(f"values of dtype {values.dtype} cannot go into a table of {dtype}")
-    if (kind == "c" and wanted != "c") or (kind == "f" and wanted in "biu"):
-        raise TypeError(
-            f"values of dtype {values.dtype} cannot go into a table of {dtype}: round or convert them first"
-        )
-    if values.size == 0:
-        return np.empty(0, dtype)
-    if wanted in "biu":
-        low, high = (0, 1) if wanted == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-        smallest, largest = int(values.min()), int(values.max())
-        if smallest < low or largest > high:
-            bad = smallest if smallest < low else largest
-            raise OverflowError(f"value {bad} does not fit {dtype} ({low} to {high})")
-        return values.astype(dtype)
-    with np.errstate(over="ignore"):
-        cast = values.astype(dtype)
-    if kind in "fc" or values.dtype.itemsize >= dtype.itemsize:
-        lost = _is_infinite(cast) & ~_is_infinite(values)  # a bit a part
-        if lost.any():
-            raise OverflowError(f"value {values[int(lost.argmax())]!r} does not fit {dtype}: it would become infinite")
-    return cast
-
-
-def _is_infinite(values: np.ndarray) -> np.ndarray:
-    """Bit 0: the value (or its real part) is infinite; bit 1: its imaginary part is."""
-    if values.dtype.kind == "c":
-        return np.isinf(values.real) * 1 + np.isinf(values.imag) * 2
-    return np.isinf(values) * 1
-
-
-def without_numpy_bools(values: Any) -> list[Any] | None:
-    """`values` with ints for NumPy bools, which struct does not take; None where there are none."""
-    if not any(isinstance(value, np.bool_) for value in values):
-        return None
-    return [int(value) if isinstance(value, np.bool_) else value for value in values]
-
-
-def explain(values: Any, dtype: np.dtype) -> NoReturn:
-    """Say which value of a list was refused, and why."""
-    for position, value in enumerate(values):
-        if dtype.kind == "f" and type(value) not in _PLAIN:
-            _cast(_array_of([value], dtype, position), dtype)
-        try:
-            struct.pack("=" + _FORMATS[dtype], value)
-        except OverflowError:
-            raise OverflowError(f"value {value!r} at position {position} does not fit {dtype}") from None
-        except struct.error:
-            if hasattr(value, "__index__"):
-                raise OverflowError(f"value {value!r} at position {position} does not fit {dtype}") from None
-            raise TypeError(f"value {value!r} at position {position} cannot go into a table of {dtype}") from None
-    raise TypeError(f"values cannot go into a table of {dtype}")
-
-
-def pack_values(values: Any, dtype: np.dtype, into: Any, at: int) -> None:
-    """Write a list, tuple or range into the bytes of `into` from element `at` on, checking every value."""
-    if dtype.kind == "f" and not _PLAIN.issuperset(map(type, values)):  # struct would take a complex scalar's real part
-        values = _cast(_array_of(values, dtype), dtype).tolist()
-    try:
-        struct.pack_into(f"={len(values)}{_FORMATS[dtype]}", into, at * dtype.itemsize, *values)
-    except (struct.error, OverflowError):
-        others = without_numpy_bools(values)
-        if others is None:
-            explain(values, dtype)
-        pack_values(others, dtype, into, at)
-
-
-class Contents:
-    """One block of staged values: plain host memory, or pinned so that the kernel can read long writes in place.
-
-    `direct` is the address of what the packer needs to know for that, 0 where the memory is not pinned. `replaced` is
-    the pinned block whose place this one took, and whose facts the packer still has.
-    """
-
-    __slots__ = ("_direct", "address", "array", "bytes", "capacity", "direct", "replaced", "values")
-
-    def __init__(self, dtype: np.dtype, capacity: int, pinned: Pinned | None = None) -> None:
-        nbytes = capacity * dtype.itemsize
-        self.capacity = capacity
-        self.array = np.zeros(nbytes + SLACK, np.uint8) if pinned is None else pinned.array
-        self.address = self.array.ctypes.data
-        self.direct = 0
-        self.replaced: Contents | None = None
-        if pinned is not None:
-            facts = (pinned.address, pinned.address + nbytes, pinned.device_address - pinned.address)
-            self._direct = np.array(facts, np.int64)
-            self.direct = self._direct.ctypes.data
-        self.bytes = memoryview(self.array[:nbytes])  # type: ignore[arg-type]
-        self.values = self.array[:nbytes].view(dtype)
-
-
-class WriteLog:
-    """Writes staged since the last apply: records, and the values of those that are longer than one.
-
-    Whoever stages moves `at` and `end` last, so that a failed call leaves nothing behind; it sets `torn` where another
-    thread moved them meanwhile. The header, which the packer reads and empties, gets them at apply; a log that jitted code
-    fills (`jitted`) counts in the header alone.
-
-    Attributes
-    ----------
-    at, end : int
-        Bytes of records and number of values staged; `max_at` and `max_end` are the capacities.
-    records, contents : memoryview
-        Bytes of both; what lies past their ends raises. `values` are the contents as an array.
-    ring : list of Contents
-        One block, or one more than there are slots to read them: see `WritePath`. `turn` is the one in use.
-    put_one, put_record : callable
-        Write a record with its one value (None where the table does not hold integers), or without.
-    header : memoryview
-        int64: see `packing`.
-    """
-
-    __slots__ = (
-        "_header", "_records", "address", "at", "contents", "dtype", "end", "flushed", "format", "header", "itemsize", "jitted", "long",
-        "max_at", "max_end", "put_one", "put_record", "records", "ring", "torn", "turn", "values",
-    )  # fmt: skip
-
-    def __init__(self, dtype: np.dtype, jitted: bool = False) -> None:
-        self.dtype = dtype
-        self.itemsize = dtype.itemsize
-        self.format = _FORMATS.get(dtype)
-        self.jitted = jitted
-        self.put_record = struct.Struct("=4q").pack_into
-        self.put_one = struct.Struct(f"=3q{self.format}").pack_into if dtype.kind in "iu" else None
-        header = np.zeros(packing.LOG_FIELDS, np.int64)
-        self._header = header
-        self._records: np.ndarray
-        self.header = memoryview(header)  # type: ignore[arg-type]
-        self.header[packing.LOG_MAY_OVERLAP] = 1
-        self.address = header.ctypes.data
-        self.at = self.end = self.max_at = self.max_end = self.flushed = 0
-        self.torn = False
-        self.long = NEVER  # values from which on a write is laid for the kernel to read it in place
-        self.turn = 0
-        self.ring = [Contents(dtype, 1024)]
-        self.use(self.ring[0])
-        self.reserve(64, 0)
-
-    def reserve(self, num_writes: int, num_values: int) -> None:
-        """Make room for that many writes and values in all, keeping what is staged."""
-        if num_writes * packing.RECORD_BYTES > self.max_at:
-            size = ring.grown_size(num_writes)
-            records = np.zeros(size * packing.RECORD_BYTES, np.uint8)
-            if self.max_at:
-                records[: self.max_at] = self._records[: self.max_at]
-            view, address = memoryview(records), records.ctypes.data  # type: ignore[arg-type]
-            # From here on there is no call, so no interrupt: packer and stagers go over to the new records at once.
-            self.header[packing.LOG_RECORDS], self.header[packing.LOG_MAX_WRITES] = address, size
-            self._records = records
-            self.records = view
-            self.max_at = size * packing.RECORD_BYTES
-        if num_values > self.max_end:
-            grown = Contents(self.dtype, ring.grown_size(num_values))  # not pinned: staging calls no CUDA
-            grown.array[: len(self.contents)] = self.contents
-            old = self.ring[self.turn]
-            grown.replaced = old if old.direct else old.replaced
-            self.ring[self.turn] = grown
-            self.use(grown)
-
-    def use(self, contents: Contents) -> None:
-        """Stage values into `contents` from now on."""
-        self.contents, self.values, self.max_end = contents.bytes, contents.values, contents.capacity
-        self.header[packing.LOG_CONTENTS] = contents.address
-        self.header[packing.LOG_MAX_VALUES] = contents.capacity
-
-    def put_values(self, values: Any, at: int) -> None:
-        """Convert `values` (from `convert`) into the log from value `at` on."""
-        if isinstance(values, np.ndarray):
-            if at + len(values) > self.max_end:  # NumPy would broadcast one value into no room at all
-                raise ValueError("no room")
-            self.values[at : at + len(values)] = values
-        else:
-            pack_values(values, self.dtype, self.contents, at)
-
-    def stage_batch(self, rows: Any, starts: Any, contents: Any, cu_lens: Any, num_rows: int, row_length: int) -> None:
-        """Note a batch of writes of group 0, after checking all of it; nothing changes where it raises."""
-        rows, starts, cu_lens = (
-            as_int64(values, name) for values, name in ((rows, "indices"), (starts, "starts"), (cu_lens, "cu_lens"))
-        )
-        if not len(rows) == len(starts) == len(cu_lens):
-            raise ValueError(
-                f"indices, starts and cu_lens must have one length, got {len(rows)}, {len(starts)} and {len(cu_lens)}"
-            )
-        values = convert(contents, self.dtype)
-        at, end = self.at, self.end
-        self.reserve(at // packing.RECORD_BYTES + len(rows), end + len(values))
-        bad = packing.check_batch(
-            self.header[packing.LOG_RECORDS] + at,
-            end,
-            rows,
-            starts,
-            cu_lens,
-            len(values),
-            num_rows,
-            row_length,
-        )
-        if bad >= 0:
-            code, w = bad >> 48, bad & ((1 << 48) - 1)
-            before = int(cu_lens[w - 1]) if w else 0
-            if code == packing.LENGTHS_WRONG:
-                raise ValueError(
-                    f"cu_lens must rise to len(contents) = {len(values)}, got {cu_lens[w] if w < len(rows) else before} "
-                    f"after {before} at write {w}"
-                )
-            refuse(int(rows[w]), int(starts[w]), int(cu_lens[w]) - before, num_rows, row_length, f"write {w}: ")
-        self.put_values(values, end)
-        if self.at != at or self.end != end:
-            self.torn = True
-            raise torn_error()
-        self.end = end + len(values)
-        self.at = at + packing.RECORD_BYTES * len(rows)
-
-    def clear(self) -> None:
-        """Forget what is staged."""
-        self.torn = False
-        self.at = self.end = self.header[packing.LOG_WRITES] = self.header[packing.LOG_VALUES] = 0
-
-    def seal(self) -> None:
-        """Let every further write fail: see `device.guard_against_fork`."""
-        self.records = memoryview(b"")
-
-    def restore(self) -> None:
-        """Stage again what the last pack took."""
-        header = self.header
-        header[packing.LOG_WRITES], header[packing.LOG_VALUES] = (
-            header[packing.LOG_LAST_WRITES],
-            header[packing.LOG_LAST_VALUES],
-        )
-        if not self.jitted:
-            self.at, self.end = packing.RECORD_BYTES * header[packing.LOG_WRITES], header[packing.LOG_VALUES]
-
-
-def check_ints(row: Any, start: Any) -> None:
-    """Raise TypeError where `row` or `start` is no int."""
-    for value in (row, start):
-        try:
-            operator.index(value)
-        except TypeError:
-            raise TypeError(f"row and start must be ints, got {row!r} and {start!r}") from None
-
-
-def check_capacity(num_writes: Any, num_values: Any) -> None:
-    """Raise TypeError or ValueError where what `reserve` is given is no count."""
-    for count in (num_writes, num_values):
-        if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
-            raise TypeError(f"reserve takes two ints, got {num_writes!r} and {num_values!r}")
-        if count < 0:
-            raise ValueError(f"reserve takes counts of at least 0, got {num_writes} and {num_values}")
-
-
-def refuse(row: int, start: int, length: int, num_rows: int, row_length: int, which: str = "") -> NoReturn:
-    """Raise the IndexError of a write outside its table; TypeError where row or start is no int."""
-    check_ints(row, start)
-    if not 0 <= row < num_rows:
-        rule = f"row {row} is not one of the {num_rows} rows (start {start}, length {length}"
-    elif start < 0:
-        rule = f"start {start} is negative (length {length}"
-    else:
-        rule = f"start {start} + length {length} exceeds row length {row_length} (row {row}"
-    raise IndexError(f"{which}{rule} of a ({num_rows}, {row_length}) table)")
-
-
-def as_int64(values: Any, name: str) -> np.ndarray:
-    """`values` as a contiguous ``[n] int64`` array; TypeError for anything but ints, ValueError for other shapes."""
-    if type(values) is np.ndarray and values.dtype is _INT64 and values.strides == (8,) and values.flags.writeable:
-        return values
-    if hasattr(values, "__cuda_array_interface__"):
-        raise TypeError(f"{name} must lie on the host, got a device array")
-    found = np.asarray(values)
-    if found.size == 0:
-        found = found.astype(np.int64)
-    if found.dtype.kind == "O" and all(isinstance(value, int) for value in found.tolist()):
-        raise OverflowError(f"{name} holds an int that does not fit int64")
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be ints, got dtype {found.dtype}")
-    if found.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {found.shape}")
-    if found.dtype == np.uint64 and found.size and int(found.max()) > np.iinfo(np.int64).max:
-        raise OverflowError(f"{name} holds {found.max()}, which does not fit int64")
-    return np.require(found, np.int64, "CAW")  # as the jitted functions take it
-
-
-def torn_error() -> RuntimeError:
-    """Two threads staged on one log at once."""
-    return RuntimeError("staged writes are torn: two threads staged at once; clear_staged_writes() and stage again")
 
 
 def no_launch(_stream: int) -> None:
@@ -387,8 +31,9 @@ def no_launch(_stream: int) -> None:
 class Table:
     """Where the writes of one group go.
 
-    `address` is the base in bytes on the device, `stride` the bytes from row to row, `kept` what keeps it alive, `stamps`
-    the packer's note of rows that it met (None for a table of too many rows, whose batches take longer to check).
+    `address` is the base in bytes on the device, `stride` the bytes from row to row, `kept` what keeps it alive,
+    `stamps` the packer's note of rows that it met (None for a table of too many rows, whose batches take longer to
+    check).
     """
 
     def __init__(self, address: int, stride: int, kept: Any, num_rows: int = 0, row_bytes: int = 0) -> None:
@@ -550,8 +195,8 @@ class WritePath:
     def _turn_contents(self) -> None:
         """After an apply whose kernel reads long writes where they were staged: stage the next into another block.
 
-        There is one block more than there are slots. A block comes round after as many launches as there are slots and one,
-        and the last of those took the slot, and waited for the fence, of the launch that read the block.
+        There is one block more than there are slots. A block comes round after as many launches as there are slots and
+        one, and the last of those took the slot, and waited for the fence, of the launch that read the block.
         """
         self._words[packing.HAD_LONG] = 0
         log = self._direct_log

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kernel_shim import KernelBuilder, KernelError, KernelLibrary, Launch, find_compiler
 
-from cupy_staged import packing, step_inputs
+from cupy_staged import step_inputs, step_packing
 from cupy_staged.testing import BlockTablesModel, assert_tables_equal
 
 POISON = 77
@@ -49,7 +49,7 @@ class Bench:
         self.facts = step_inputs.group_facts(
             model.block_sizes, model.kernel_block_sizes, model.max_blocks, ranks, model.sharded, model.enabled
         )
-        self.widths = self.facts[:, packing.F_WIDTH].tolist()
+        self.widths = self.facts[:, step_packing.F_WIDTH].tolist()
         groups, reqs = len(self.widths), model.max_num_reqs
         lengths = [(reqs - 1) * stride + width for stride, width in zip(self.strides, self.widths, strict=True)]
         self.tables = [np.full(length, POISON, np.int32) for length in lengths]
@@ -57,7 +57,7 @@ class Bench:
         everything = [*self.tables, self.counts]
         strides = [4 * s for s in self.strides] + [4 * reqs]
         self.targets = np.array([[array.ctypes.data for array in everything], strides], np.int64)
-        chunks = [g << 40 | c for g, w in enumerate(self.widths) for c in range(0, w, packing.GATHER_COLUMNS)]
+        chunks = [g << 40 | c for g, w in enumerate(self.widths) for c in range(0, w, step_packing.GATHER_COLUMNS)]
         self.chunks = np.array(chunks, np.int64)
 
     def take_model(self) -> None:
@@ -77,7 +77,7 @@ class Bench:
         """Lay a step out as the kernel's head says; `own`: gather to addresses in the descriptor itself."""
         addresses = np.array([array.ctypes.data for array in gathered], np.int64)
         self.kept = [addresses]
-        step = np.zeros(packing.STEP_BYTES // 8, np.int64)
+        step = np.zeros(step_packing.STEP_BYTES // 8, np.int64)
         step[0], step[5] = batch.sequence, batch.num_rows
         step[1:4] = [array.ctypes.data for array in (batch.rows, batch.starts, batch.positions)]
         step[4], step[6] = len(batch.rows), len(batch.positions)
@@ -85,7 +85,7 @@ class Bench:
         step[11:14] = self.targets.ctypes.data, self.facts.ctypes.data, self.chunks.ctypes.data
         step[14:18] = len(self.widths), len(self.widths) + 1, self.model.max_num_reqs, len(self.chunks)
         if own:
-            step[packing.S_OUT : packing.S_OUT + len(addresses)] = addresses
+            step[step_packing.S_OUT : step_packing.S_OUT + len(addresses)] = addresses
         return step
 
     def launch(
@@ -97,7 +97,7 @@ class Bench:
         reads += [*self.kept, *self.tables]
         memory = {"reads": reads, "writes": [*gathered, slots], "order": order}
         if by_value:
-            value = int.from_bytes(step.tobytes()[: 8 * (packing.S_OUT + packing.OUT_GROUPS)], "little")
+            value = int.from_bytes(step.tobytes()[: 8 * (step_packing.S_OUT + step_packing.OUT_GROUPS)], "little")
             return gathered, slots, self.library.launch("prepare_step_by_value", grid, block, value, **memory)
         ticket, done = np.zeros(1, np.uint32), np.full(1, 0xDEAD, np.uint64)
         launch = self.library.launch("prepare_step", grid, block, step, ticket, done, **memory)
@@ -228,7 +228,7 @@ def test_no_requests_read_nothing(library: KernelLibrary) -> None:
     batch = Batch(np.zeros(0, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int64), 4, 100)
     gathered, slots = bench.outputs(batch)
     step = bench.descriptor(batch, gathered, slots)
-    step[packing.S_IDX] = step[packing.S_STARTS] = step[packing.S_POSITIONS] = 0
+    step[step_packing.S_IDX] = step[step_packing.S_STARTS] = step[step_packing.S_POSITIONS] = 0
     reads = [bench.targets, bench.facts, bench.chunks, *bench.kept]  # neither tables nor counts
     ticket, done = np.zeros(1, np.uint32), np.zeros(1, np.uint64)
     memory = {"reads": reads, "writes": [*gathered, slots]}
