@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -421,10 +423,22 @@ def drain(backend: Backend, stream: Any) -> None:
             return
 
 
+def prepare_cupy_import() -> None:
+    """Give CuPy a folder for its compile cache where its own cannot be made: it makes it when it is imported."""
+    if "cupy" in sys.modules:
+        return
+    folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cupy_cache_")
+
+
 def count_devices() -> tuple[int, str]:
     """How many CUDA devices there are, and why none where there is none; other CUDA errors are raised."""
     if importlib.util.find_spec("cupy") is None:
         return 0, "CuPy is not installed"
+    prepare_cupy_import()
     from cupy.cuda import runtime
 
     if runtime.is_hip:

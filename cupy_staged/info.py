@@ -25,7 +25,7 @@ def gather_facts() -> dict[str, Any]:
     import numba
     import numpy as np
 
-    from . import __version__
+    from . import __version__, device
 
     facts: dict[str, Any] = {
         "cupy_staged": __version__,
@@ -44,6 +44,7 @@ def gather_facts() -> dict[str, Any]:
     facts["driver"] = driver and f"CUDA {driver[0]}.{driver[1]}"
     extra = "cuda12" if driver and driver[0] < 13 else "cuda13"
     install = f'pip install "cupy-staged[{extra}]"'
+    device.prepare_cupy_import()
     try:
         import cupy
     except ImportError as error:
