@@ -188,7 +188,9 @@ class CudaBackend:
             # queued.
             self.setup = cupy.cuda.Stream(non_blocking=True)
             self._setup_lock = threading.RLock()
-            with self.setup:  # no kernel of CuPy's: it would be compiled, and fail where its cache cannot be written
+            with self.using(
+                self.setup
+            ):  # no kernel of CuPy's: it would be compiled, and fail where its cache cannot be written
                 self._values = cupy.asarray(np.arange(256, dtype=np.uint64))  # sources of fence words
             self.setup.synchronize()
 
@@ -203,8 +205,18 @@ class CudaBackend:
     @contextlib.contextmanager
     def on_setup(self) -> Iterator[None]:
         """Work on the setup stream, one thread at a time: graphs are captured on it."""
-        with self._setup_lock, self.current(), self.setup:
+        with self._setup_lock, self.current(), self.using(self.setup):
             yield
+
+    @contextlib.contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
+        """Make `stream` current for a while, as `use` does: leaving a `with` block would undo the caller's own `use`."""
+        before = self._current_stream(self.id)
+        stream.use()
+        try:
+            yield
+        finally:
+            before.use()
 
     def capture(self, launch: Callable[[], None]) -> Any:
         """What `launch` enqueues on the setup stream, as a graph; the stream is as before also where it raises."""
@@ -310,7 +322,7 @@ class CudaBackend:
 
     def empty_on(self, stream: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """A device array for use on `stream`."""
-        with stream:
+        with self.using(stream):
             return self.cupy.empty(shape, dtype)
 
     def view(self, block: Pinned, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -552,7 +564,7 @@ def _probe(device_id: int) -> UvaStatus:
     with backend.current():
         for request in (0x0123456789ABCDEF, 0xFEDCBA9876543210):
             words[0] = request  # after mapping: a frozen copy would not show it
-            with backend.setup:
+            with backend.using(backend.setup):
                 kernel((1,), (1,), (block.device_address, block.device_address + 8))
             backend.setup.synchronize()
             if int(words[1]) != request ^ 0xFFFFFFFFFFFFFFFF:

@@ -237,3 +237,38 @@ def test_per_thread_default_streams(gpu):
             table.apply_write()
     gpu.synchronize()
     assert gpu.asnumpy(table.gpu)[:, 0].tolist() == [4, 5]
+
+
+def test_a_stream_in_use_stays_current(gpu):
+    """`Stream.use` is not undone by anything that works on a stream of its own."""
+    cupy = gpu.cupy
+    mine = cupy.cuda.Stream(non_blocking=True)
+    before = cupy.cuda.get_current_stream()
+    try:
+        mine.use()
+
+        def check():
+            assert cupy.cuda.get_current_stream() is mine
+
+        table = StagedWriteTensor((4, 64), "i4")
+        check()
+        table.stage_write(1, 0, range(60))
+        table.apply_write()
+        table.reserve(500, 5000)
+        check()
+        table.rebind(cupy.zeros((4, 64), cupy.int32))
+        table.apply_write()
+        check()
+        pool = UvaBufferPool(4, "i4")
+        pool.copy_to_uva(range(9))
+        pool.copy_to_gpu(range(7))
+        check()
+        tables = BlockTables([4], 2, 8, [3])
+        tables.append_block_ids(1, [[5]], True)
+        tables.apply_staged_writes()
+        rows, starts, positions = np.array([1], np.int32), np.array([0, 1], np.int32), np.array([2])
+        tables.prepare_step(rows, starts, positions, 1, 1)
+        check()
+        mine.synchronize()
+    finally:
+        before.use()
