@@ -210,7 +210,7 @@ class CudaBackend:
 
     @contextlib.contextmanager
     def using(self, stream: Any) -> Iterator[None]:
-        """Make `stream` current for a while, as `use` does: leaving a `with` block would undo the caller's own `use`."""
+        """Make `stream` current for a while by `use`: leaving a `with` block would undo the caller's own `use`."""
         before = self._current_stream(self.id)
         stream.use()
         try:
