@@ -125,7 +125,9 @@ class BlockLog:
                 f"got {len(new_block_ids)} and {len(cu_num_blocks)}"
             )
         rows = as_int64(req_indices, "req_indices")
-        ids = tuple([self._ids_of(values) for values in new_block_ids])
+        ids = tuple(new_block_ids)
+        if not _all_int32(ids):
+            ids = tuple([self._ids_of(values) for values in ids])
         totals = tuple(cu_num_blocks)
         if not _all_int32(totals):
             totals = tuple([as_int64(values, "cu_num_blocks") for values in totals])

@@ -17,7 +17,7 @@ import numpy as np
 # What struct can pack; it checks kind and range of each value, and is the fastest way measured from a list. Only the
 # standard formats ("=") refuse a finite number that would become infinite.
 _PLAIN = {float, int, bool}
-_INT64 = np.dtype(np.int64)
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 FORMATS = {np.dtype(c): c for c in "bBhHiIqQefd"}
 
 
@@ -181,6 +181,8 @@ def as_int64(values: Any, name: str) -> np.ndarray:
     """`values` as a contiguous ``[n] int64`` array; TypeError for anything but ints, ValueError for other shapes."""
     if type(values) is np.ndarray and values.dtype is _INT64 and values.strides == (8,) and values.flags.writeable:
         return values
+    if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1:
+        return values.astype(np.int64)
     if hasattr(values, "__cuda_array_interface__"):
         raise TypeError(f"{name} must lie on the host, got a device array")
     found = np.asarray(values)
