@@ -13,18 +13,8 @@ from typing import Any
 import numpy as np
 
 from . import ring
-from .device import (
-    PER_THREAD_STREAM,
-    Device,
-    Pinned,
-    check_native,
-    drain,
-    get_backend,
-    guard_against_fork,
-    host_view,
-    refuse_in_forked_child,
-    require_uva,
-)
+from .backends import PER_THREAD_STREAM, Pinned, check_native, drain, host_view
+from .device import Device, get_backend, guard_against_fork, refuse_in_forked_child, require_uva
 from .values import convert, pack_values
 
 MARKS = 16  # fences that one pool keeps in flight, at least

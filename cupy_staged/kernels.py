@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from . import packing, step_packing
-from .device import Backend, CudaBackend, Device, Pinned, get_backend
+from .backends import Backend, CudaBackend, Pinned
+from .device import Device, get_backend
 
 # (blocks, threads a block, cells a line): the packer takes the first with a warp for each line. The first is for small
 # applies: one warp, one bus read. 32 cells hold 31 short writes or runs; 2 cells hold one tile of a long write.

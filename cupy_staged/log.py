@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import packing, ring
-from .device import Pinned
+from .backends import Pinned
 from .values import FORMATS, as_int64, convert, pack_values, refuse
 
 NEVER = 1 << 62

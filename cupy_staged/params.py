@@ -14,15 +14,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import ring, step_packing
-from .device import (
-    PER_THREAD_STREAM,
-    Device,
-    check_native,
-    drain,
-    get_backend,
-    guard_against_fork,
-    refuse_in_forked_child,
-)
+from .backends import PER_THREAD_STREAM, check_native, drain
+from .device import Device, get_backend, guard_against_fork, refuse_in_forked_child
 
 ALIGNMENT = 256  # bytes: of each field, as of an allocation of its own
 

@@ -14,8 +14,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from .backends import Backend, HostBackend
 from .block_tables import BlockTables
-from .device import Backend, Device, HostBackend
+from .device import Device
 from .replay_check import Checker, ReplayMismatch
 from .replay_steps import EagerSteps, GraphSteps, make_steps, padded_sizes, synchronize
 from .scheduler import Request, Scheduler, Step

@@ -10,8 +10,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from .backends import HostBackend, host_view
 from .block_tables import BlockTables
-from .device import HostBackend, host_view
 from .replay_steps import synchronize
 from .scheduler import Step
 from .testing import FastTablesModel, first_difference

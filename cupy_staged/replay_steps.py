@@ -11,9 +11,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from .backends import Backend, HostBackend
 from .block_tables import BlockTables
 from .buffers import UvaBufferPool
-from .device import Backend, HostBackend
 from .scheduler import Step
 
 __all__ = ["EagerSteps", "GraphSteps", "make_steps", "padded_sizes", "synchronize"]

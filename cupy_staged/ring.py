@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .device import Backend, is_forked_child, wait_word
+from .backends import Backend, wait_word
+from .device import is_forked_child
 
 _default_max_concurrency = 2
 

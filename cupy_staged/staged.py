@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from . import packing, ring, writes
+from .backends import check_native, host_view
 from .buffers import check_size
-from .device import Device, check_native, get_backend, host_view, refuse_in_forked_child, require_uva
+from .device import Device, get_backend, refuse_in_forked_child, require_uva
 from .log import WriteLog, torn_error
 from .values import check_capacity, check_ints, convert, explain, refuse, without_numpy_bools
 

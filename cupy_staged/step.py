@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import kernels, packing, ring, step_packing, writes
-from .device import Backend, drain, guard_against_fork, refuse_in_forked_child
+from .backends import Backend, drain
+from .device import guard_against_fork, refuse_in_forked_child
 from .errors import CaptureError
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)

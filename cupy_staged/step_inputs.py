@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import ring, step, step_packing, writes
-from .device import Backend
+from .backends import Backend
 
 NO_STARTS, NO_POSITIONS = np.zeros(1, np.int32), np.zeros(0, np.int64)
 NO_SLOTS = (0, 0, 0)

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import kernels, packing, ring
-from .device import PER_THREAD_STREAM, Backend, Pinned, drain, guard_against_fork, refuse_in_forked_child
+from .backends import PER_THREAD_STREAM, Backend, Pinned, drain
+from .device import guard_against_fork, refuse_in_forked_child
 from .log import NEVER, SLACK, Contents, WriteLog, torn_error
 
 COPY_BYTES = NEVER  # "auto" for a device table: a copy first never paid, docs/performance.md has the data

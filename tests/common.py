@@ -137,7 +137,7 @@ class Place:
     @contextlib.contextmanager
     def copies(self) -> Iterator[list[int]]:
         """Collect the bytes of each host-to-device copy that the library makes."""
-        from cupy_staged.device import HostBackend
+        from cupy_staged.backends import HostBackend
 
         found: list[int] = []
         original = HostBackend.copy

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import cupy_staged.replay
+from cupy_staged.backends import HostBackend
 from cupy_staged.block_tables import BlockTables
-from cupy_staged.device import HostBackend
 from cupy_staged.replay import Percentiles, ReplayMismatch, replay
 from cupy_staged.replay_steps import padded_sizes
 from cupy_staged.scheduler import HEADER, Request, Scheduler, generate_trace, read_trace

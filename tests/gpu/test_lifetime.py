@@ -9,7 +9,7 @@ import pytest
 from common import POISON, STALL_SOURCE, distinct_values
 
 from cupy_staged import FusedStagedWriter, StagedWriteTensor, UvaBufferPool, ring
-from cupy_staged.device import Pinned
+from cupy_staged.backends import Pinned
 from cupy_staged.testing import assert_tables_equal
 
 
