@@ -129,6 +129,7 @@ Exit codes: 0 all is well, 1 the tables differ, 2 bad input."""
 
 
 @click.group(cls=_OneLineErrors, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="cupy-staged", prog_name="cupy-staged")
 def main() -> None:
     """Stage row writes on the host, apply them to large device tables with one kernel.
 
@@ -164,7 +165,7 @@ def info(as_json: bool) -> None:
             table.add_row(name, Text(str(value)))
     console = Console()
     console.print(table)
-    for line in facts["missing"]:
+    for line in (*facts["missing"], *facts["notes"]):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -19,7 +19,7 @@ _BANDWIDTH_BYTES: Final = 64 << 20
 def gather_facts() -> dict[str, Any]:
     """Return everything `info` shows, ready for JSON. A thing that is absent is None or named in `missing`.
 
-    `missing` is a list of sentences, each with the `pip install` line where there is one. Rates are in GB/s, measured
+    `missing` is a list of sentences, each with the `pip install` line where there is one; `notes`, what else to know. Rates are in GB/s, measured
     with 64 MiB copies; this blocks until they are done.
     """
     import numba
@@ -36,9 +36,10 @@ def gather_facts() -> dict[str, Any]:
         "driver": None,
         "devices": [],
         "missing": [],
+        "notes": [],
     }
     if os.environ.get("CUPY_STAGED_DEVICE") == "host":
-        facts["missing"].append("CUPY_STAGED_DEVICE=host: CUDA was not looked at.")
+        facts["notes"].append("CUPY_STAGED_DEVICE=host: CUDA was not looked at.")
         return facts
     driver = _driver_cuda_version()
     facts["driver"] = driver and f"CUDA {driver[0]}.{driver[1]}"
@@ -53,7 +54,7 @@ def gather_facts() -> dict[str, Any]:
         facts["cupy"] = cupy.__version__
         _add_cuda_facts(cupy, facts, driver, install)
     if driver is None:
-        facts["missing"].append("No NVIDIA driver (libcuda.so.1): everything runs on the host backend.")
+        facts["notes"].append("No NVIDIA driver (libcuda.so.1): everything runs on the host backend.")
     return facts
 
 

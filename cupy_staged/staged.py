@@ -197,7 +197,7 @@ class StagedWriteTensor:
                 log.put_values(x, end + skip)
                 log.put_record(log.records, at, index, start, length, end + skip)
                 length += skip
-        except (struct.error, OverflowError, TypeError, ValueError):
+        except (struct.error, OverflowError, TypeError, ValueError, DeprecationWarning):
             refuse_in_forked_child()
             check_ints(index, start)
             if at == log.max_at or end + len(x) + 16 > log.max_end:

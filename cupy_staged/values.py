@@ -140,7 +140,7 @@ def pack_values(values: Any, dtype: np.dtype, into: Any, at: int) -> None:
         values = _cast(_array_of(values, dtype), dtype).tolist()
     try:
         struct.pack_into(f"={len(values)}{FORMATS[dtype]}", into, at * dtype.itemsize, *values)
-    except (struct.error, OverflowError):
+    except (struct.error, OverflowError, DeprecationWarning):  # older NumPy warns where its bools serve as ints
         others = without_numpy_bools(values)
         if others is None:
             explain(values, dtype)

@@ -70,7 +70,7 @@ def main() -> None:
 
     for means, expected in answers:
         np.testing.assert_allclose(means.get() if on_gpu else means, expected, rtol=1e-5)
-    where = "UVA memory" if table.np is not None else "device memory"
+    where = "host memory" if table.backend.id is None else "UVA memory" if table.np is not None else "device memory"
     print(f"{STEPS} steps: {table.stats.writes} vectors written to {where}, {STEPS * QUERIES} answers as by NumPy")
 
 

@@ -374,7 +374,7 @@ def test_percentiles():
 
 def test_the_start_of_a_real_trace():
     if not AZURE.exists():
-        pytest.skip(f"the Azure trace is not at {AZURE}")
+        pytest.skip("the Azure LLM inference trace 2023 (AzurePublicDataset, conversation) is not beside the checkout")
     requests = [request for request, _ in zip(read_trace(AZURE), range(200), strict=False)]
     result = replay(requests, device="host", block_sizes=[16, 32, 64, 128], max_reqs=32, num_blocks=2048)
     assert result.requests == 200
