@@ -19,8 +19,8 @@ _BANDWIDTH_BYTES: Final = 64 << 20
 def gather_facts() -> dict[str, Any]:
     """Return everything `info` shows, ready for JSON. A thing that is absent is None or named in `missing`.
 
-    `missing` is a list of sentences, each with the `pip install` line where there is one; `notes`, what else to know. Rates are in GB/s, measured
-    with 64 MiB copies; this blocks until they are done.
+    `missing` is a list of sentences, each with the `pip install` line where there is one; `notes`, what else to know.
+    Rates are in GB/s, measured with 64 MiB copies; this blocks until they are done.
     """
     import numba
     import numpy as np
