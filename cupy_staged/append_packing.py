@@ -201,10 +201,11 @@ def append(desc: int, num_writes: int) -> int:
                 store(at + 8, row)
                 store(at + 16, end - row)
                 copy(contents + 4 * place, counts_here + 4 * row, 4 * (first - row))
-            elif row >= end:
-                store(at + 16, row + 1 - first)
-                copy(contents + 4 * (place + end - first), counts_here + 4 * end, 4 * (row + 1 - end))
             else:
+                if row > end:  # the counts of the rows between travel along
+                    copy(contents + 4 * (place + end - first), counts_here + 4 * end, 4 * (row - end))
+                if row >= end:
+                    store(at + 16, row + 1 - first)
                 store32(contents + 4 * (place + row - first), load32(counts_here + 4 * row))
     store(log + 8 * LOG_VALUES, values)
     store(log + 8 * LOG_WRITES, (record - records) // RECORD_BYTES)
