@@ -19,6 +19,7 @@ from .values import as_int64, convert, pack_values
 
 INT32 = np.dtype(np.int32)
 _flatten = itertools.chain.from_iterable
+_list_length = list.__len__
 # Writers of so many int32; a request seldom gets more blocks at once.
 _PUT_IDS = [struct.Struct(f"{n}i").pack_into for n in range(257)]
 
@@ -100,7 +101,7 @@ class BlockLog:
     def append(self, req_index: int, new_block_ids: Sequence[Any], overwrite: bool) -> None:
         """Stage the ids of one request: a list or array a group."""
         try:
-            lengths = [*map(len, new_block_ids)]
+            lengths = [*map(_list_length, new_block_ids)]  # lists alone: others are checked with more care
             ids = [*_flatten(new_block_ids)]
             self._put_lengths(self._lengths, 0, *lengths)
             _PUT_IDS[len(ids)](self._ids, 0, *ids)  # type: ignore[arg-type]
@@ -135,7 +136,7 @@ class BlockLog:
             flag, step = self._flag, 0
             flag[0] = overwrite
         else:
-            flag = np.ascontiguousarray(overwrite)
+            flag = np.asarray(overwrite, np.bool_ if np.size(overwrite) == 0 else None, order="C")
             if flag.dtype != np.bool_:
                 raise TypeError(f"overwrite must be a bool or an array of bool, got dtype {flag.dtype}")
             if flag.shape not in ((), rows.shape):

@@ -20,6 +20,7 @@ from .errors import CaptureError
 
 EXACT_PINNED_BYTES = 64 << 20  # CuPy's pinned pool rounds up to a power of two: too much for a table this large
 PER_THREAD_STREAM = 2  # cudaStreamPerThread
+CUDA_NOT_READY = 600  # cudaErrorNotReady
 SPINS = 2000  # looks at a fence word before the waiting thread begins to sleep: about 60 us
 
 
@@ -71,6 +72,9 @@ class HostBackend:
         return self
 
     ptr = 0
+
+    def check_current(self) -> None:
+        """Raise where nothing may be made now; on the host anything may."""
 
     def events_of(self, streams: Any) -> list[Any]:
         """What `wait_for` names; on the host it is done already."""
@@ -159,17 +163,17 @@ class CudaBackend:
         self._current_stream = cupy.cuda.get_current_stream
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
         self._error = cupy.cuda.runtime.CUDARuntimeError
-        self.stream(None)  # CaptureError before anything is made
         with self.current():
+            self.stream(None)  # CaptureError before anything is made
             # Memory comes from and is cleared on a stream of our own: a constructor neither waits for a stalled stream
             # of the caller nor races with it, and a dropped block goes back to where no kernel of the caller was
             # queued.
             self.setup = cupy.cuda.Stream(non_blocking=True)
             self._setup_lock = threading.RLock()
-            with self.using(
-                self.setup
-            ):  # no kernel of CuPy's: it would be compiled, and fail where its cache cannot be written
-                self._values = cupy.asarray(np.arange(256, dtype=np.uint64))  # sources of fence words
+            with self.using(self.setup):
+                # Sources of fence words. No kernel of CuPy's makes them: it would be compiled, which fails where CuPy's
+                # cache cannot be written.
+                self._values = cupy.asarray(np.arange(256, dtype=np.uint64))
             self.setup.synchronize()
 
     def elsewhere(self) -> bool:
@@ -179,6 +183,11 @@ class CudaBackend:
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Make the device current for a while."""
         return self.cupy.cuda.Device(self.id)  # type: ignore[no-any-return]
+
+    def check_current(self) -> None:
+        """Raise CaptureError where the device's current stream is being captured."""
+        with self.current():
+            self.stream(None)
 
     @contextlib.contextmanager
     def on_setup(self) -> Iterator[None]:
@@ -352,7 +361,10 @@ class CudaBackend:
         if self._is_capturing(stream.ptr):
             return False
         with relaxed_capture():
-            return bool(self.runtime.streamQuery(stream.ptr) == 0)
+            status = self.runtime.streamQuery(stream.ptr)
+        if status not in (0, CUDA_NOT_READY):
+            raise self._error(status)
+        return bool(status == 0)
 
 
 Backend = HostBackend | CudaBackend
@@ -406,5 +418,7 @@ def drain(backend: Backend, stream: Any) -> None:
             time.sleep(1e-4)
         except KeyboardInterrupt:
             continue
-        except Exception:  # noqa: BLE001 - the device is broken; the caller is about to raise what it met first
-            return
+        except Exception as error:  # noqa: BLE001 - the caller is about to raise what it met first
+            if not 900 <= getattr(error, "status", 0) < 910:  # the device is broken
+                return
+            time.sleep(1e-4)  # a capture elsewhere forbids to ask

@@ -176,7 +176,8 @@ class BlockTables(step_inputs.StepInputs):
         counts = self.backend.zeros(shape, INT32)
         self.num_blocks = BlockCounts(self._staged.counts, counts)
         tables = [table._table for table in self.block_tables]
-        tables.append(writes.Table(self.backend.check_array(counts, "counts"), 4 * self.max_num_reqs, counts))
+        row_bytes = 4 * self.max_num_reqs
+        tables.append(writes.Table(self.backend.check_array(counts, "counts"), row_bytes, counts, groups, row_bytes))
         self._path = writes.WritePath(
             self.backend, INT32, [(self._staged.log, 0)], tables, groups > 1, max_concurrency, writes.COPY_BYTES
         )
@@ -285,7 +286,9 @@ class BlockTables(step_inputs.StepInputs):
             The current stream is being captured.
         """
         check_capacity(num_writes, num_blocks)
-        self._path.reserve(*self._staged.reserve(num_writes, num_blocks))
+        with self._path.entered():
+            sizes = self._staged.reserve(num_writes, num_blocks)
+        self._path.reserve(*sizes)
 
 
 def positive(values: Any, name: str, count: int | None = None) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ def get_backend(device: Device) -> Backend:
         return _host
     uva = uva_status(device_id).available
     backend = _cuda.get((device_id, uva)) or _cuda.setdefault((device_id, uva), CudaBackend(device_id, uva))
-    backend.stream(None)
+    backend.check_current()
     return backend
 
 
@@ -158,7 +158,7 @@ def _probe(device_id: int) -> UvaStatus:
     from . import kernels
 
     backend = CudaBackend(device_id, uva=True)
-    backend.stream(None)
+    backend.check_current()
     try:
         block = backend.pinned(64)
     except backend._error as error:

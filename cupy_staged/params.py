@@ -192,16 +192,15 @@ class _ParamCore:
 
     def sync(self, stream: Any) -> None:
         """Publish what changed, on `stream`, which is not being captured."""
+        slot, backend, last = self._next, self.backend, self._last_stream
+        if last is not None and (last.ptr != stream.ptr or stream.ptr == PER_THREAD_STREAM):
+            backend.wait_event(stream.ptr, self._event)  # also where there is nothing to copy: its readers come after
         if not step_packing.differ(*self._addresses):
             return
-        slot, backend = self._next, self.backend
         if self._fences.words[8 * slot] != self._sequences[slot]:
             self._fences.wait(slot, self._sequences[slot], self._last_stream)
         block, nbytes = self._slots[slot], self.host.nbytes
         block.array[:] = self.host
-        last = self._last_stream
-        if last is not None and (last.ptr != stream.ptr or stream.ptr == PER_THREAD_STREAM):
-            backend.wait_event(stream.ptr, self._event)
         sequence = self._sequences[slot] % 255 + 1
         try:
             self._sequences[slot], self._last_stream = sequence, stream

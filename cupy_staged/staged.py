@@ -296,7 +296,8 @@ class StagedWriteTensor:
         """
         check_capacity(num_writes, num_values)
         self._path.reserve(num_writes, num_values)
-        self._log.reserve(num_writes, num_values)
+        with self._path.entered():
+            self._log.reserve(num_writes, num_values)
 
     def rebind(self, array: Any) -> None:
         """Write to `array` from the next apply on; staged writes go there too. The old target is kept while in use.
@@ -313,7 +314,7 @@ class StagedWriteTensor:
         CaptureError
             The current stream is being captured.
         """
-        self.backend.stream(None)
+        self.backend.check_current()
         table = self._table_of(array)
         with contextlib.ExitStack() as entered:
             users = [(path, group) for ref, group in self._users if (path := ref()) is not None]
@@ -363,7 +364,7 @@ class FusedStagedWriter:
         self.tensors = tuple(tensors)
         check_members(self.tensors)
         first = self.tensors[0]
-        first.backend.stream(None)  # CaptureError, before anything is made
+        first.backend.check_current()  # CaptureError, before anything is made
         copy_bytes = min(t._copy_bytes for t in self.tensors)
         self._path = writes.WritePath(
             first.backend,
@@ -404,7 +405,8 @@ class FusedStagedWriter:
         check_capacity(num_writes, num_values)
         self._path.reserve(num_writes, num_values)
         for tensor in self.tensors:
-            tensor._log.reserve(num_writes, num_values)
+            with tensor._path.entered():
+                tensor._log.reserve(num_writes, num_values)
 
 
 def check_members(tensors: tuple[StagedWriteTensor, ...]) -> None:

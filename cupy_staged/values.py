@@ -183,12 +183,14 @@ def as_int64(values: Any, name: str) -> np.ndarray:
         return values
     if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1:
         return values.astype(np.int64)
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be masked: fill it first")
     if hasattr(values, "__cuda_array_interface__"):
         raise TypeError(f"{name} must lie on the host, got a device array")
     found = np.asarray(values)
     if found.size == 0:
         found = found.astype(np.int64)
-    if found.dtype.kind == "O" and all(isinstance(value, int) for value in found.tolist()):
+    if found.dtype.kind == "O" and found.ndim == 1 and all(isinstance(value, int) for value in found.tolist()):
         raise OverflowError(f"{name} holds an int that does not fit int64")
     if found.dtype.kind not in "iu":
         raise TypeError(f"{name} must be ints, got dtype {found.dtype}")

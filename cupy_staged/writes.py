@@ -253,9 +253,11 @@ class WritePath:
             self._fences.wait(slot, self._sequence(slot), self._last_stream)
 
     def _switch(self, stream: Any) -> None:
-        """Go over to another stream: let its work start after the last launch."""
-        last = self._words[packing.LAST_SLOT]
-        if self._last_stream is not None and self._done[8 * last] != self._sequence(last):
+        """Go over to another stream: let its work start after the last launch.
+
+        Also where the fence word came: it says that the slot was read, not that everything is written.
+        """
+        if self._last_stream is not None:
             self.backend.wait_event(stream.ptr, self._event)
         if self._stale:
             self._refresh(stream)

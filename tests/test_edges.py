@@ -170,3 +170,29 @@ def test_masked_values_and_numpy_flags(host):
     tables.append_block_ids_batch([0, 1], [[5, 6]], [[1, 2]], np.True_)
     tables.apply_staged_writes()
     assert tables.block_tables[0].gpu[:, 0].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("ids", [b"\x05\x06", {5: 1}, np.ma.array([5], mask=[True]), "56"])
+def test_block_ids_of_the_wrong_kind(host, ids):
+    tables = host.make(BlockTables, [4, 4], 2, 8, [3, 3])
+    for lists in ([ids, [7]], [[7], ids]):
+        with pytest.raises(TypeError):
+            tables.append_block_ids(0, lists, True)
+    with pytest.raises(TypeError):
+        tables.append_block_ids_batch([0], [ids, [7]], [[1], [1]], True)
+    assert not tables.num_blocks.np.any()
+
+
+def test_flags_of_a_batch(host):
+    tables = host.make(BlockTables, [4], 3, 8, [3])
+    tables.append_block_ids_batch([0, 1], [[5, 6]], [[1, 2]], np.array(True))
+    tables.append_block_ids_batch([], [[]], [[]], [])
+    tables.append_block_ids_batch([0, 1], [[7, 8]], [[1, 2]], [True, False])
+    tables.apply_staged_writes()
+    assert tables.block_tables[0].gpu.tolist() == [[7, 0, 0], [6, 8, 0], [0, 0, 0]]
+
+
+def test_a_group_cannot_be_bound_to_the_counts(place):
+    tables = place.make(BlockTables, [4] * 4, 4, 8, [4] * 4)
+    with pytest.raises(ValueError, match="shares memory"):
+        tables.block_tables[0].rebind(tables.num_blocks.gpu)

@@ -179,3 +179,18 @@ def test_two_threads_at_once_raise(host):
     assert found
     assert "another thread" in found[0]
     table.sync()
+
+
+def test_an_unchanged_table_orders_another_stream_too(place):
+    """The copy waits on one stream; a reader on another comes after a sync there that has nothing to copy."""
+    table = place.make(DeviceParamTable, 64, FIELDS)
+    table.sync()
+    place.synchronize()
+    table["top_k"].np[:] = 8
+    place.stall(50)
+    table.sync()
+    other = place.new_stream()
+    with place.using(other):
+        table.sync()
+        copied = table["top_k"].gpu.copy()
+        assert (place.asnumpy(copied) == 8).all()
