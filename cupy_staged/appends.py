@@ -58,7 +58,7 @@ class BlockLog:
         self._put_lengths = struct.Struct(f"{groups}q").pack_into
         self._lengths = memoryview(self._one[2:]).cast("B")  # type: ignore[arg-type]
         desc = np.zeros(append_packing.A_FIELDS, np.int64)
-        self._desc, self._address = desc, desc.ctypes.data
+        self._address = desc.ctypes.data
         for field, value in {
             append_packing.A_GROUPS: groups,
             append_packing.A_MAX_REQS: max_num_reqs,

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import appends, packing, ring, staged, step, step_inputs, writes
 from .buffers import check_size
-from .device import Device, get_backend
+from .device import Device, get_backend, refuse_entry
 from .values import check_capacity
 
 INT32 = np.dtype(np.int32)
@@ -229,7 +229,7 @@ class BlockTables(step_inputs.StepInputs):
         """
         lock = self._path.lock  # as `entered`, which costs a call more
         if lock.locked():
-            self._path.refuse()
+            refuse_entry()
         with lock:
             self._staged.append(req_index, new_block_ids, overwrite)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import ring
 from .backends import PER_THREAD_STREAM, Pinned, check_native, drain, host_view
-from .device import Device, get_backend, guard_against_fork, refuse_in_forked_child, require_uva
+from .device import Device, get_backend, guard_against_fork, refuse_entry, require_uva
 from .values import convert, pack_values
 
 MARKS = 16  # fences that one pool keeps in flight, at least
@@ -260,10 +260,7 @@ class _PoolCore:
     def entered(self) -> threading.Lock:
         """Keep other threads out, in a `with` statement."""
         if self.lock.locked():
-            refuse_in_forked_child()
-            raise RuntimeError(
-                "this pool is in use by another thread: give each thread its own, or lock around the calls"
-            )
+            refuse_entry()
         return self.lock
 
     def hand_out(self, x: Any, stream: Any) -> Any:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -198,6 +198,12 @@ def refuse_in_forked_child() -> None:
     """Raise where CUDA cannot be used because this process was forked."""
     if _forked:
         raise RuntimeError("CUDA was in use when this process was forked: make new objects in a spawned process")
+
+
+def refuse_entry() -> NoReturn:
+    """Say why a call may not enter an object whose lock is taken."""
+    refuse_in_forked_child()
+    raise RuntimeError("this object is in use by another thread: give each thread its own, or lock around the calls")
 
 
 def _after_fork() -> None:

@@ -65,7 +65,7 @@ class WriteLog:
     """
 
     __slots__ = (
-        "_header", "_records", "address", "at", "contents", "dtype", "end", "flushed", "format", "header", "itemsize",
+        "_records", "address", "at", "contents", "dtype", "end", "flushed", "format", "header", "itemsize",
         "jitted", "long",
         "max_at", "max_end", "put_one", "put_record", "records", "ring", "torn", "turn", "values",
     )  # fmt: skip
@@ -78,7 +78,6 @@ class WriteLog:
         self.put_record = struct.Struct("=4q").pack_into
         self.put_one = struct.Struct(f"=3q{self.format}").pack_into if dtype.kind in "iu" else None
         header = np.zeros(packing.LOG_FIELDS, np.int64)
-        self._header = header
         self._records: np.ndarray
         self.header = memoryview(header)  # type: ignore[arg-type]
         self.header[packing.LOG_MAY_OVERLAP] = 1

@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from . import ring, step_packing
 from .backends import PER_THREAD_STREAM, check_native, drain
-from .device import Device, get_backend, guard_against_fork, refuse_in_forked_child
+from .device import Device, get_backend, guard_against_fork, refuse_entry
 
 ALIGNMENT = 256  # bytes: of each field, as of an allocation of its own
 
@@ -146,7 +146,7 @@ class DeviceParamTable:
         """
         core = self._core
         if core.lock.locked():
-            core.refuse()
+            refuse_entry()
         with core.lock:
             if core.backend.elsewhere():
                 with core.backend.current():
@@ -179,11 +179,6 @@ class _ParamCore:
         self.stats.host_allocations += num_slots
         if backend.id is not None:
             guard_against_fork(self)
-
-    def refuse(self) -> NoReturn:
-        """Say why a call may not enter."""
-        refuse_in_forked_child()
-        raise RuntimeError("this table is in use by another thread: give each thread its own, or lock around sync")
 
     def is_idle(self) -> bool:
         """Whether every copy is done."""

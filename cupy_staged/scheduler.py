@@ -212,7 +212,7 @@ class Scheduler:
         rng = np.random.default_rng(seed)
         self.num_preemptions = 0
         self.num_finished = 0
-        self._max_reqs, self._max_tokens, self._max_model_len = max_reqs, max_tokens, max_model_len
+        self._max_tokens, self._max_model_len = max_tokens, max_model_len
         self._sizes = np.array(block_sizes, np.int64)[:, np.newaxis]
         self._free = [_FreeList(count, rng) for count in num_blocks]
         self._free_rows = list(range(max_reqs - 1, -1, -1))

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import kernels, packing, ring, step_packing, writes
 from .backends import Backend, drain
-from .device import guard_against_fork, refuse_in_forked_child
+from .device import guard_against_fork, refuse_entry
 from .errors import CaptureError
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -60,7 +60,6 @@ class StepPath:
         facts_address, self._chunks_address = (backend.check_array(array, "facts") for array in on_device)
 
         desc = np.zeros(step_packing.P_SLOTS + step_packing.P_SLOT_FIELDS * (num_slots + 1), np.int64)
-        self._desc = desc
         self._words = memoryview(desc)  # type: ignore[arg-type]
         self._address = desc.ctypes.data
         desc[step_packing.P_CONSTANTS : step_packing.P_CONSTANTS + 7] = (
@@ -127,7 +126,7 @@ class StepPath:
         0) those addresses themselves.
         """
         if self.lock.locked():
-            self._refuse()
+            refuse_entry()
         with self.lock:
             if self.backend.elsewhere():
                 with self.backend.current():
@@ -275,10 +274,6 @@ class StepPath:
     def _wait(self) -> None:
         slot = self._words[step_packing.P_NEXT]
         self._fences.wait(slot, self._words[self._states[slot] + 2], self._streams[slot])
-
-    def _refuse(self) -> NoReturn:
-        refuse_in_forked_child()
-        raise RuntimeError("another thread prepares a step of this object: lock around the calls")
 
     def _explain(self, code: int, idx: Any, starts: Any, positions: Any, num_tokens: int) -> NoReturn:
         """Raise what the jitted pass found; nothing was launched."""

@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from . import kernels, packing, ring
 from .backends import PER_THREAD_STREAM, Backend, Pinned, drain
-from .device import guard_against_fork, refuse_in_forked_child
+from .device import guard_against_fork, refuse_entry
 from .log import NEVER, SLACK, Contents, WriteLog, torn_error
 
 COPY_BYTES = NEVER  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
@@ -106,8 +106,7 @@ class WritePath:
         )
 
         desc = np.zeros(packing.SLOTS + packing.SLOT_FIELDS * num_slots, np.int64)
-        self._desc = desc
-        self._words = memoryview(desc)  # type: ignore[arg-type]
+        self._words = memoryview(desc)  # type: ignore[arg-type]  # keeps `desc`
         self._address = desc.ctypes.data
         self._log_table = np.array([(log.address, first) for log, first in logs], np.int64)
         self._groups = np.zeros((len(tables), packing.GROUP_FIELDS), np.int64)
@@ -149,7 +148,7 @@ class WritePath:
     def apply(self, stream: Any = None, wait_for: Any = ()) -> None:
         """Carry all staged writes into their tables, on `stream` or the device's current one; does not wait for it."""
         if self.lock.locked():
-            self.refuse()
+            refuse_entry()
         with self.lock:  # no interrupt comes between taking it and here, as one could with `acquire`
             if self.backend.elsewhere():
                 with self.backend.current():
@@ -230,13 +229,6 @@ class WritePath:
         self._words[packing.DIRECT] = current.direct  # before the old blocks go
         log.use(current)
         log.ring = blocks
-
-    def refuse(self) -> NoReturn:
-        """Say why a call may not enter."""
-        refuse_in_forked_child()
-        raise RuntimeError(
-            "this object is in use by another thread: give each thread its own, or lock around the calls"
-        )
 
     def is_idle(self) -> bool:
         """Whether everything that this path launched is done, to the last store."""
@@ -355,7 +347,7 @@ class WritePath:
     def entered(self) -> threading.Lock:
         """Keep other threads out, in a `with` statement."""
         if self.lock.locked():
-            self.refuse()
+            refuse_entry()
         return self.lock
 
     @contextlib.contextmanager
