@@ -174,14 +174,12 @@ class WriteLog:
         self.records = memoryview(b"")
 
     def restore(self) -> None:
-        """Stage again what the last pack took."""
+        """Stage again what the last pack took; `at` and `end` stand until a launch has gone through."""
         header = self.header
         header[packing.LOG_WRITES], header[packing.LOG_VALUES] = (
             header[packing.LOG_LAST_WRITES],
             header[packing.LOG_LAST_VALUES],
         )
-        if not self.jitted:
-            self.at, self.end = packing.RECORD_BYTES * header[packing.LOG_WRITES], header[packing.LOG_VALUES]
 
 
 def torn_error() -> RuntimeError:

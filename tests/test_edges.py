@@ -14,8 +14,10 @@ KINDS = ["bool", "f2", "f4", "f8", "c8", "c16", "i4"]
 def test_one_value_into_contents_that_are_just_full(place, dtype, as_list):
     table = place.make(StagedWriteTensor, (1, 4096), dtype)
     want = np.zeros((1, 4096), dtype)
-    table.stage_write(0, 0, np.ones(1024, dtype))
-    want[0, :1024] = 1
+    full = table._log.max_end
+    table.stage_write(0, 0, np.ones(full, dtype))
+    assert table._log.end == table._log.max_end == full
+    want[0, :full] = 1
     for column in range(3000, 3100):
         one = np.ones(1, dtype)
         table.stage_write(0, column, one.tolist() if as_list else one)
