@@ -29,12 +29,14 @@ from .raw import INT32S, INT64S, WORD, compile_for, copy, jit, load, load8, load
 A_GROUPS, A_MAX_REQS, A_LOG, A_MAX_FACTOR = 0, 1, 2, 3
 # int32 blocks a request has; int64 epoch in which its ids were staged last; int64 (epoch, place in the log) of the
 # record that carries the counts of a chunk of rows: one run of changed counts costs less than a cell for each.
-A_COUNTS, A_STAMPS, A_EPOCH, A_CHUNKS, CHUNK = 4, 5, 6, 20, 64
-A_WIDTHS, A_FACTORS = 7, 8  # int64 a group: kernel blocks a row, kernel blocks a KV block
-A_ROWS, A_ROW_BYTES, A_OVERWRITE, A_OVERWRITE_STEP = 9, 10, 11, 12  # request rows; a byte each, or one for all
+A_COUNTS, A_STAMPS, A_EPOCH, A_CHUNKS = 4, 5, 6, 7
+CHUNK_BITS = 6
+CHUNK = 1 << CHUNK_BITS
+A_WIDTHS, A_FACTORS = 8, 9  # int64 a group: kernel blocks a row, kernel blocks a KV block
+A_ROWS, A_OVERWRITE, A_OVERWRITE_STEP = 10, 11, 12  # int64 request rows; a byte each, or one for all
 A_INPUTS, A_BAD_GROUP, A_NEED_VALUES = 13, 14, 15
 A_OLD, A_OLD_CAPACITY = 16, 17  # int64 a (write, group): counts to go back to
-A_ONE, A_IDS, A_FIELDS = 18, 19, 21  # one request: int64 row, flag, then a length a group; its int32 ids back to back
+A_ONE, A_IDS, A_FIELDS = 18, 19, 20  # one request: int64 row, flag, then a length a group; its int32 ids back to back
 IDS, IDS_BYTES, TOTALS, TOTALS_BYTES, NUM_IDS, INPUT_FIELDS = 0, 1, 2, 3, 4, 5  # a group's part of a batch
 BLOCK_OVERFLOW, NO_ROOM = 4, 5
 
@@ -64,7 +66,6 @@ def append_one(desc: int, row: int, overwrite: int) -> int:
     store(one, row)
     store(one + 8, overwrite)
     store(desc + 8 * A_ROWS, one)
-    store(desc + 8 * A_ROW_BYTES, 8)
     store(desc + 8 * A_OVERWRITE, one + 8)
     store(desc + 8 * A_OVERWRITE_STEP, 0)
     for g in range(load(desc + 8 * A_GROUPS)):
@@ -88,23 +89,13 @@ def append(desc: int, num_writes: int) -> int:
     groups, max_reqs, log = load(desc + 8 * A_GROUPS), load(desc + 8 * A_MAX_REQS), load(desc + 8 * A_LOG)
     counts, old = load(desc + 8 * A_COUNTS), load(desc + 8 * A_OLD)
     widths, factors = load(desc + 8 * A_WIDTHS), load(desc + 8 * A_FACTORS)
-    rows, row_bytes = load(desc + 8 * A_ROWS), load(desc + 8 * A_ROW_BYTES)
+    rows = load(desc + 8 * A_ROWS)
     overwrites, overwrite_step = load(desc + 8 * A_OVERWRITE), load(desc + 8 * A_OVERWRITE_STEP)
     inputs = load(desc + 8 * A_INPUTS)
 
     num_ids = 0
     for g in range(groups):
-        given = inputs + 8 * INPUT_FIELDS * g
-        totals, totals_bytes, before = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES), 0
-        store(desc + 8 * A_BAD_GROUP, g)
-        for w in range(num_writes):
-            total = _load_item(totals + totals_bytes * w, totals_bytes)
-            if total < before:
-                return (LENGTHS_WRONG << 48) | w
-            before = total
-        if before != load(given + 8 * NUM_IDS):
-            return (LENGTHS_WRONG << 48) | num_writes
-        num_ids += before
+        num_ids += load(inputs + 8 * (INPUT_FIELDS * g + NUM_IDS))
     pairs = num_writes * groups
     num_chunks = (max_reqs + CHUNK - 1) // CHUNK
     store(desc + 8 * A_NEED_VALUES, num_ids * load(desc + 8 * A_MAX_FACTOR) + CHUNK * min(pairs, groups * num_chunks))
@@ -117,7 +108,7 @@ def append(desc: int, num_writes: int) -> int:
 
     # All checks, with the counts moving on (a row may come more than once) and the old ones noted.
     for w in range(num_writes):
-        row = _load_item(rows + row_bytes * w, row_bytes)
+        row = load(rows + 8 * w)
         if row < 0 or row >= max_reqs:
             return (ROW_OUTSIDE << 48) | w
     done = old
@@ -125,13 +116,16 @@ def append(desc: int, num_writes: int) -> int:
         given = inputs + 8 * INPUT_FIELDS * g
         totals, totals_bytes = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES)
         width, factor, counts_here, before = load(widths + 8 * g), load(factors + 8 * g), counts + 4 * max_reqs * g, 0
-        bad = -1
-        if _any_id_outside(load(given + 8 * IDS), load(given + 8 * IDS_BYTES), load(given + 8 * NUM_IDS), factor):
+        num_ids, bad = load(given + 8 * NUM_IDS), -1
+        if _any_id_outside(load(given + 8 * IDS), load(given + 8 * IDS_BYTES), num_ids, factor):
             bad = (BLOCK_OVERFLOW << 48) | num_writes
         else:
             for w in range(num_writes):
-                count = counts_here + 4 * _load_item(rows + row_bytes * w, row_bytes)
+                count = counts_here + 4 * load(rows + 8 * w)
                 total = _load_item(totals + totals_bytes * w, totals_bytes)
+                if total < before or total > num_ids:
+                    bad = (LENGTHS_WRONG << 48) | w
+                    break
                 had = load32(count)
                 has = (total - before) * factor
                 if load8(overwrites + overwrite_step * w) == 0:
@@ -142,12 +136,14 @@ def append(desc: int, num_writes: int) -> int:
                 store(done, had)
                 store32(count, has)
                 done, before = done + 8, total
+            if bad < 0 and before != num_ids:
+                bad = (LENGTHS_WRONG << 48) | num_writes
         if bad >= 0:
             store(desc + 8 * A_BAD_GROUP, g)
             while done > old:
                 done -= 8
                 w = (done - old) // 8
-                row = _load_item(rows + row_bytes * (w % num_writes), row_bytes)
+                row = load(rows + 8 * (w % num_writes))
                 store32(counts + 4 * (max_reqs * (w // num_writes) + row), load(done))
             return bad
 
@@ -164,52 +160,74 @@ def append(desc: int, num_writes: int) -> int:
         totals, totals_bytes = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES)
         factor, stamps_here, old_here = load(factors + 8 * g), stamps + 8 * max_reqs * g, old + 8 * num_writes * g
         counts_here, chunks_here = counts + 4 * max_reqs * g, load(desc + 8 * A_CHUNKS) + 16 * num_chunks * g
-        before = 0
+        num_ids, before, chunk, low, high = load(given + 8 * NUM_IDS), 0, -1, 0, 0
+        counts_at = values + num_ids * factor  # behind the ids
         for w in range(num_writes):
             total = _load_item(totals + totals_bytes * w, totals_bytes)
-            row, start = _load_item(rows + row_bytes * w, row_bytes), load(old_here + 8 * w)
+            row, start = load(rows + 8 * w), load(old_here + 8 * w)
             stamp = stamps_here + 8 * row
             if load8(overwrites + overwrite_step * w) != 0:
                 start = 0
                 if load(stamp) == epoch:  # this one, or what comes after it, goes over ids that are staged already
                     store(log + 8 * LOG_MAY_OVERLAP, 1)
+            elif total == before:
+                continue
             if total > before:
                 store(stamp, epoch)
                 record = put_record(record, (g << 48) | row, start, (total - before) * factor, values + before * factor)
                 before = total
-        _expand_ids(contents + 4 * values, load(given + 8 * IDS), load(given + 8 * IDS_BYTES), before, factor)
-        values += before * factor
-        before = 0
-        for w in range(num_writes):
-            total = _load_item(totals + totals_bytes * w, totals_bytes)
-            if total == before and load8(overwrites + overwrite_step * w) == 0:
-                continue
-            before = total
-            row = _load_item(rows + row_bytes * w, row_bytes)
-            chunk = chunks_here + 16 * (row // CHUNK)
-            if load(chunk) != epoch:
-                store(chunk, epoch)
-                store(chunk + 8, record - records)
-                record = put_record(record, (groups << 48) | g, row, 1, values + row % CHUNK)
-                values += CHUNK
-            at = records + load(chunk + 8)  # carries the counts of rows `first` to `end`, and from now on of `row`
-            first, place = load(at + 8), load(at + 24)
-            end = first + load(at + 16)
-            if row < first:
-                place -= first - row
-                store(at + 24, place)
-                store(at + 8, row)
-                store(at + 16, end - row)
-                copy(contents + 4 * place, counts_here + 4 * row, 4 * (first - row))
-            else:
-                if row > end:  # the counts of the rows between travel along
-                    copy(contents + 4 * (place + end - first), counts_here + 4 * end, 4 * (row - end))
-                if row >= end:
-                    store(at + 16, row + 1 - first)
-                store32(contents + 4 * (place + row - first), load32(counts_here + 4 * row))
+            if row >> CHUNK_BITS != chunk:
+                if chunk >= 0:
+                    record, counts_at = _put_counts(
+                        chunks_here + 16 * chunk, epoch, records, record, contents, counts_at, counts_here,
+                        (groups << 48) | g, low, high,
+                    )  # fmt: skip
+                chunk, low, high = row >> CHUNK_BITS, row, row
+            low, high = min(low, row), max(high, row + 1)
+        if chunk >= 0:
+            record, counts_at = _put_counts(
+                chunks_here + 16 * chunk, epoch, records, record, contents, counts_at, counts_here,
+                (groups << 48) | g, low, high,
+            )  # fmt: skip
+        _expand_ids(contents + 4 * values, load(given + 8 * IDS), load(given + 8 * IDS_BYTES), num_ids, factor)
+        values = counts_at
     store(log + 8 * LOG_VALUES, values)
     store(log + 8 * LOG_WRITES, (record - records) // RECORD_BYTES)
     return -1
+
+
+@jit
+def _put_counts(
+    chunk: int,
+    epoch: int,
+    records: int,
+    record: int,
+    contents: int,
+    values: int,
+    counts: int,
+    group_and_row: int,
+    low: int,
+    high: int,
+) -> tuple[int, int]:
+    """Let the record of a chunk carry the counts of rows `low` to `high` too; returns the ends of records and values.
+
+    `chunk` is the address of the chunk's epoch and record. The rows between what it has and what comes travel along.
+    """
+    if load(chunk) != epoch:
+        store(chunk, epoch)
+        store(chunk + 8, record - records)
+        record = put_record(record, group_and_row, low, 0, values + (low & (CHUNK - 1)))
+        values += CHUNK
+    at = records + load(chunk + 8)
+    first, place = load(at + 8), load(at + 24)
+    end = first + load(at + 16)
+    begin, stop = min(low, end), max(high, first)
+    copy(contents + 4 * (place + begin - first), counts + 4 * begin, 4 * (stop - begin))
+    low = min(low, first)
+    store(at + 8, low)
+    store(at + 16, max(high, end) - low)
+    store(at + 24, place + low - first)
+    return record, values
 
 
 @jit
@@ -230,7 +248,6 @@ def append_batch(desc: int, rows: Any, ids: Any, totals: Any) -> int:
     """As `append`, from an array of rows and tuples of arrays of ids and totals; -2 - g where totals g are too few."""
     inputs = load(desc + 8 * A_INPUTS)
     store(desc + 8 * A_ROWS, rows.ctypes.data)
-    store(desc + 8 * A_ROW_BYTES, 8)
     for g in range(len(ids)):
         if len(totals[g]) != len(rows):
             return -2 - g

@@ -167,7 +167,7 @@ class BlockLog:
                 return -2 - group
         fields = [(i.ctypes.data, 4, t.ctypes.data, t.itemsize, len(i)) for i, t in zip(ids, totals, strict=True)]
         self._inputs[:] = np.ravel(fields)
-        self._words[append_packing.A_ROWS], self._words[append_packing.A_ROW_BYTES] = rows.ctypes.data, 8
+        self._words[append_packing.A_ROWS] = rows.ctypes.data
         return append_packing.append(desc, len(rows))  # type: ignore[no-any-return]
 
     @staticmethod
@@ -235,8 +235,8 @@ class BlockLog:
 
 
 def _all_int32(arrays: tuple[Any, ...]) -> bool:
-    """Whether all are contiguous int32 arrays, as the jitted function takes them."""
+    """Whether all are one-dimensional int32 arrays as the jitted function takes them."""
     for array in arrays:
-        if not (type(array) is np.ndarray and array.dtype is INT32 and array.strides == (4,) and array.flags.writeable):
+        if type(array) is not np.ndarray or array.dtype is not INT32 or array.ndim != 1 or not array.flags.carray:
             return False
     return True

@@ -34,7 +34,8 @@ NUM_VALUES, PACK_NUMBER = 24, 25  # scratch: values that the logs hold; packs so
 # how far the device's addresses lie from the host's; and whether this pack had a write long enough for that.
 DIRECT, HAD_LONG = 26, 27
 LAST_BYTES = 28  # what the last pack added to TOTAL_BYTES
-SLOTS, SLOT_FIELDS = 29, 4
+NUM_CELLS, NUM_RUNS, NUM_BLOCKS = 29, 30, 31  # scratch: cells laid, long writes, 64-unit blocks that may be shared
+SLOTS, SLOT_FIELDS = 32, 4
 SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
 
 # A group: units between rows, base address, end of its last write (scratch), and where the number of the last pack that
@@ -45,6 +46,7 @@ GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_STAMPS, GROUP_FIELDS = 0, 1, 2, 3, 4
 NOTHING, GROW_SLOT, GROW_TABLE, GROW_PIECES, TORN, BUSY = -1, -2, -3, -4, -5, -6
 
 MAX_GROUPS = 4095  # 12 bits of a cell
+CELL_BYTES, INLINE_LINE = 16, 512  # a cell; a line of cells that may hold values
 INLINE_BYTES = 64  # longer writes go as runs: an inline value costs twice its bytes on the bus, a run 1.2 us of latency
 LONG_BYTES = 4096  # values of longer writes are read where they were staged, where the addresses allow it
 MIN_TILE, MAX_TILE = 4096, 16384  # bytes a warp copies: enough in flight to hide latency; few enough lines to cost 3 %
@@ -121,8 +123,7 @@ def _resolve(desc: int, num_pieces: int) -> int:
     table, capacity, pieces = load(desc + 8 * TABLE), load(desc + 8 * TABLE_CAPACITY), load(desc + 8 * PIECES)
     unit = load(desc + 8 * UNIT)
     epoch = _next_epoch(desc)
-    out = pieces + PIECE_BYTES * num_pieces
-    left = 0
+    out = last = pieces + PIECE_BYTES * num_pieces
     for p in range(num_pieces - 1, -1, -1):
         piece = pieces + PIECE_BYTES * p
         group, begin, values = load(piece), load(piece + 8), load(piece + 24)
@@ -146,55 +147,69 @@ def _resolve(desc: int, num_pieces: int) -> int:
                     if free and open_at < 0:
                         open_at = at + i
                     elif not free and open_at >= 0:
-                        left = _put_piece(out, left, group, open_at, at + i, values + (open_at - begin) * unit)
+                        last = _put_piece(last, group, open_at, at + i - open_at, values + (open_at - begin) * unit)
                         open_at = -1
             at += count
         if open_at >= 0:
-            left = _put_piece(out, left, group, open_at, end, values + (open_at - begin) * unit)
-    _move(pieces, out, left)
-    return left
+            last = _put_piece(last, group, open_at, end - open_at, values + (open_at - begin) * unit)
+    _move(pieces, out, last - out)
+    return (last - out) // PIECE_BYTES
 
 
 @jit
-def _put_piece(out: int, index: int, group: int, begin: int, end: int, values: int) -> int:
-    piece = out + PIECE_BYTES * index
+def _put_piece(piece: int, group: int, offset: int, units: int, values: int) -> int:
+    """Write one piece; returns where the next one goes."""
     store(piece, group)
-    store(piece + 8, begin)
-    store(piece + 16, end - begin)
+    store(piece + 8, offset)
+    store(piece + 16, units)
     store(piece + 24, values)
-    return index + 1
+    return piece + PIECE_BYTES
 
 
 @jit
-def _move(to: int, source: int, count: int) -> None:
-    """Move `count` pieces down; the ranges may overlap, and `to` lies below."""
-    for i in range(count * PIECE_BYTES // 8):
+def _move(to: int, source: int, num_bytes: int) -> None:
+    """Move whole words down; the ranges may overlap, and `to` lies below."""
+    for i in range(num_bytes >> 3):
         store(to + 8 * i, load(source + 8 * i))
 
 
 @jit
-def _gather(desc: int) -> int:
-    """Turn all logs into pieces; returns their number, or the code of what stands in the way.
+def _put_cells(base: int, limit: int, at: int, where: int, values: int, units: int, per_cell: int) -> int:
+    """Write a short write's cells into the lines of the slot at `base`; returns where the last one is.
 
-    Notes on the way whether the writes of each group come in ascending order, or none of its rows comes twice: then
-    none can overlap.
+    `at` is where the one before is, `where` is group << 48 | offset. Past `limit` it begins anew at the base: the slot
+    is too small, and will not be launched.
+    """
+    while True:
+        at += CELL_BYTES
+        if (at - base) & (INLINE_LINE - 1) == 0:  # a header's place
+            at = (at if at + INLINE_LINE <= limit else base) + CELL_BYTES
+        count = min(units, per_cell)
+        store(at, (count << 60) | where)
+        store(at + 8, load(values))  # may read past the last value: logs have room behind
+        if units <= per_cell:
+            return at
+        where, values, units = where + count, values + 8, units - count
+
+
+@jit
+def _gather(desc: int, base: int, limit: int) -> int:
+    """Lay the short writes of all logs into the slot at `base`, and note pieces; returns the number of pieces, or TORN.
+
+    A piece is noted of each long write, and of every write of a log whose writes may overlap. NUM_CELLS and NUM_RUNS
+    get the number of cells laid and of long writes. Notes on the way whether the writes of each group come in ascending
+    order, or none of its rows comes twice: then none can overlap, else NUM_BLOCKS gets an upper bound of the 64-unit
+    blocks that they touch.
     """
     unit, scale = load(desc + 8 * UNIT), load(desc + 8 * SCALE)
     logs, groups = load(desc + 8 * LOGS), load(desc + 8 * GROUPS)
-    num_writes = 0
-    for i in range(load(desc + 8 * NUM_LOGS)):
-        num_writes += load(load(logs + 16 * i) + 8 * LOG_WRITES)
-    if num_writes == 0:
-        return NOTHING
-    if 3 * num_writes > load(desc + 8 * PIECES_CAPACITY):
-        store(desc + 8 * NEED, 3 * num_writes)
-        return GROW_PIECES
     for g in range(load(desc + 8 * NUM_GROUPS)):
         store(groups + 8 * (GROUP_FIELDS * g + GROUP_END), 0)
 
-    piece, pack_number = load(desc + 8 * PIECES), (load(desc + 8 * PACK_NUMBER) + 1) & 0x7FFFFFFF
+    pieces, pack_number = load(desc + 8 * PIECES), (load(desc + 8 * PACK_NUMBER) + 1) & 0x7FFFFFFF
     store(desc + 8 * PACK_NUMBER, pack_number)
-    count, blocks, num_values, ascending, once = 0, 0, 0, True, True
+    piece, cell, per_cell = pieces, base, 8 // unit
+    num_cells, num_runs, blocks, num_values, ascending, once = 0, 0, 0, 0, True, True
     for i in range(load(desc + 8 * NUM_LOGS)):
         log, first_group = load(logs + 16 * i), load(logs + 16 * i + 8)
         record, values = load(log + 8 * LOG_RECORDS), load(log + 8 * LOG_CONTENTS)
@@ -203,12 +218,12 @@ def _gather(desc: int) -> int:
         for _ in range(load(log + 8 * LOG_WRITES)):
             length = load(record + 16)
             if length != 0:
-                where, row = record + 24, load(record)
+                source, row = record + 24, load(record)
                 if length > 0:
-                    begin = load(where)
+                    begin = load(source)
                     if begin + length > num_contents:
                         return TORN
-                    where = values + begin * scale * unit
+                    source = values + begin * scale * unit
                 else:
                     length = 1
                 num_values += length
@@ -228,21 +243,37 @@ def _gather(desc: int) -> int:
                     else:
                         store32(stamps + 4 * row, pack_number)
                     blocks += ((offset & 63) + units + 63) >> 6
-                store(piece, group)
-                store(piece + 8, offset)
-                store(piece + 16, units)
-                store(piece + 24, where)
-                piece += PIECE_BYTES
-                count += 1
+                if units * unit <= INLINE_BYTES:
+                    num_cells += (units * unit + 7) >> 3
+                    cell = _put_cells(base, limit, cell, (group << 48) | offset, source, units, per_cell)
+                else:
+                    num_runs += 1
+                if may_overlap or units * unit > INLINE_BYTES:
+                    piece = _put_piece(piece, group, offset, units, source)
             record += RECORD_BYTES
+    store(desc + 8 * NUM_CELLS, num_cells)
+    store(desc + 8 * NUM_RUNS, num_runs)
     store(desc + 8 * NUM_VALUES, num_values)
-    if not (ascending or once):
-        if 2 * blocks > load(desc + 8 * TABLE_CAPACITY):
-            store(desc + 8 * NEED, 2 * blocks)
-            return GROW_TABLE
-        if _any_overlap(desc, count):
-            count = _resolve(desc, count)
-    return count
+    store(desc + 8 * NUM_BLOCKS, 0 if ascending or once else blocks)
+    return (piece - pieces) // PIECE_BYTES
+
+
+@jit
+def _lay_pieces(desc: int, base: int, limit: int, num_pieces: int) -> None:
+    """Lay the short ones of all pieces into the slot anew, after overlaps were cut out; counts as `_gather` does."""
+    unit, pieces = load(desc + 8 * UNIT), load(desc + 8 * PIECES)
+    cell, num_cells, num_runs = base, 0, 0
+    for p in range(num_pieces):
+        piece = pieces + PIECE_BYTES * p
+        units = load(piece + 16)
+        if units * unit <= INLINE_BYTES:
+            num_cells += (units * unit + 7) >> 3
+            where = (load(piece) << 48) | load(piece + 8)
+            cell = _put_cells(base, limit, cell, where, load(piece + 24), units, 8 // unit)
+        else:
+            num_runs += 1
+    store(desc + 8 * NUM_CELLS, num_cells)
+    store(desc + 8 * NUM_RUNS, num_runs)
 
 
 @jit
@@ -288,34 +319,51 @@ def pack(desc: int) -> int:
     much of what was missing. Launchers come by slot: one for each shape, then one for each shape after a copy of the
     slot.
     """
-    num_pieces = _gather(desc)
-    if num_pieces == 0:  # only writes of no values
-        _take(desc)
+    num_writes, logs = 0, load(desc + 8 * LOGS)
+    for i in range(load(desc + 8 * NUM_LOGS)):
+        num_writes += load(load(logs + 16 * i) + 8 * LOG_WRITES)
+    if num_writes == 0:
         return NOTHING
-    if num_pieces < 0:
-        return num_pieces
+    if 3 * num_writes > load(desc + 8 * PIECES_CAPACITY):
+        store(desc + 8 * NEED, 3 * num_writes)
+        return GROW_PIECES
     slot = load(desc + 8 * NEXT_SLOT)
     state = desc + 8 * (SLOTS + SLOT_FIELDS * slot)
     if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE):
         return BUSY
     unit, pieces = load(desc + 8 * UNIT), load(desc + 8 * PIECES)
+    base, capacity = load(state + 8 * SLOT_ADDRESS), load(state + 8 * SLOT_CAPACITY)
 
-    # How much there is: inline cells, runs, and the tiles that runs are cut into.
-    num_cells, num_runs, run_bytes, direct_bytes, had_long = 0, 0, 0, 0, 0
-    for p in range(num_pieces):
-        piece = pieces + PIECE_BYTES * p
-        num_bytes = load(piece + 16) * unit
-        if num_bytes <= INLINE_BYTES:
-            num_cells += (num_bytes + 7) >> 3
-        else:
-            num_runs += 1
-            run_bytes += num_bytes
-            if num_bytes >= LONG_BYTES:
-                had_long = 1
-                if _direct_source(desc, piece) != 0:
-                    direct_bytes += num_bytes
+    # Short writes: values in their cells, lines filled to the last.
+    num_pieces = _gather(desc, base, base + capacity)
+    if num_pieces < 0:
+        return num_pieces
+    blocks = load(desc + 8 * NUM_BLOCKS)
+    if blocks > 0:
+        if 2 * blocks > load(desc + 8 * TABLE_CAPACITY):
+            store(desc + 8 * NEED, 2 * blocks)
+            return GROW_TABLE
+        if _any_overlap(desc, num_pieces):
+            num_pieces = _resolve(desc, num_pieces)
+            _lay_pieces(desc, base, base + capacity, num_pieces)
+    num_cells, num_runs = load(desc + 8 * NUM_CELLS), load(desc + 8 * NUM_RUNS)
+    if num_cells + num_runs == 0:  # only writes of no values
+        _take(desc)
+        return NOTHING
+
+    # Long writes, and the tiles that they are cut into.
+    run_bytes, direct_bytes, had_long, num_tiles = 0, 0, 0, 0
+    if num_runs > 0:
+        for p in range(num_pieces):
+            piece = pieces + PIECE_BYTES * p
+            num_bytes = load(piece + 16) * unit
+            if num_bytes > INLINE_BYTES:
+                run_bytes += num_bytes
+                if num_bytes >= LONG_BYTES:
+                    had_long = 1
+                    if _direct_source(desc, piece) != 0:
+                        direct_bytes += num_bytes
     tile = min(max((run_bytes >> 7) & ~15, MIN_TILE), MAX_TILE)
-    num_tiles = 0
     if num_runs > 0:
         for p in range(num_pieces):
             num_bytes = load(pieces + PIECE_BYTES * p + 16) * unit
@@ -323,10 +371,10 @@ def pack(desc: int) -> int:
                 num_tiles += (num_bytes + tile - 1) // tile
 
     # How many lines that makes, and the smallest launch shape that has a warp for each.
-    cells_per_line, runs_per_line = 32, min(max((num_tiles + 255) >> 8, 1), 31)
+    cells_per_line, runs_per_line = INLINE_LINE // CELL_BYTES, min(max((num_tiles + 255) >> 8, 1), 31)
     if num_cells == 0 and num_tiles >= 8:
         cells_per_line, runs_per_line = 2, 1
-    room = cells_per_line - 1
+    room, line_bytes = cells_per_line - 1, CELL_BYTES * cells_per_line
     lines = (num_cells + room - 1) // room
     beside = min(runs_per_line, lines * room - num_cells)  # runs that still fit into the last inline line
     lines += (max(num_tiles - beside, 0) + runs_per_line - 1) // runs_per_line
@@ -334,32 +382,16 @@ def pack(desc: int) -> int:
     for s in range(load(desc + 8 * NUM_SHAPES)):
         if load(shapes + 16 * s + 8) == cells_per_line and warps < lines:
             shape, warps = s, load(shapes + 16 * s)
-    line_bytes = 16 * cells_per_line
     at = max(lines, warps) * line_bytes  # contents begin here
-    if at + run_bytes - direct_bytes + 32 * num_runs > load(state + 8 * SLOT_CAPACITY):
+    if at + run_bytes - direct_bytes + 32 * num_runs > capacity:
         store(desc + 8 * NEED, at + run_bytes - direct_bytes + 32 * num_runs)
         return GROW_SLOT
 
-    base = load(state + 8 * SLOT_ADDRESS)
     sequence = load(state + 8 * SLOT_SEQUENCE) % 255 + 1
-    line, cell, runs_here = base, 0, 0
-    for p in range(num_pieces):  # short writes: values in their cells, lines filled to the last
-        piece = pieces + PIECE_BYTES * p
-        units = load(piece + 16)
-        if units * unit > INLINE_BYTES:
-            continue
-        where, values = (load(piece) << 48) | load(piece + 8), load(piece + 24)
-        per_cell = 8 // unit
-        while units > 0:
-            if cell == room:
-                store(line, sequence)
-                store(line + 8, lines | (cell << 32))
-                line, cell = line + line_bytes, 0
-            cell += 1
-            count = min(units, per_cell)
-            store(line + 16 * cell, (count << 60) | where)
-            store(line + 16 * cell + 8, load(values))  # may read past the last value: logs have room behind
-            where, values, units = where + count, values + 8, units - count
+    for i in range(num_cells // room):
+        store(base + line_bytes * i, sequence)
+        store(base + line_bytes * i + 8, lines | (room << 32))
+    line, cell, runs_here = base + line_bytes * (num_cells // room), num_cells % room, 0
     if num_runs > 0:
         for p in range(num_pieces):  # long writes: contents behind the lines, tiles spread over the lines
             piece = pieces + PIECE_BYTES * p
@@ -388,8 +420,9 @@ def pack(desc: int) -> int:
                     store(line + 16 * cell + 8, (count << 40) | at)
                     at += count * unit
                 x, units = x + count, units - count
-    store(line, sequence)
-    store(line + 8, lines | (cell << 32))
+    if cell > 0:
+        store(line, sequence)
+        store(line + 8, lines | (cell << 32))
     for i in range(lines, warps):  # warps without work read a header too
         store(base + i * line_bytes, sequence)
         store(base + i * line_bytes + 8, lines)
