@@ -341,7 +341,7 @@ def apply_node(make: Callable[[int], common.Work], stream: Any) -> Callable[[], 
     finally:
         kernels.get_function = get_function
     path, chosen = work.owner._path, []
-    launchers = list(path._launch)  # of the only slot: one a shape, then one a shape after a copy
+    launchers = list(path._launch)  # of the only slot: one a shape
     path._launch[:] = [lambda ptr, i=i: (chosen.append(i), launchers[i](ptr)) for i in range(len(launchers))]
     with stream:
         work.both()

@@ -210,12 +210,12 @@ def run_curves(machine: Any, quick: bool, budget_s: float) -> dict[str, Any]:
 @contextlib.contextmanager
 def contents_policy(contents: str) -> Iterator[None]:
     """Let objects that are made meanwhile use this policy where "auto" would decide."""
-    before = writes.COPY_BYTES
-    writes.COPY_BYTES = 0 if contents == "h2d" else 1 << 62
+    before = writes.AUTO_COPIES
+    writes.AUTO_COPIES = contents == "h2d"
     try:
         yield
     finally:
-        writes.COPY_BYTES = before
+        writes.AUTO_COPIES = before
 
 
 def run_replay(machine: Any, trace: Path | None, requests: int, runs: int) -> dict[str, Any]:

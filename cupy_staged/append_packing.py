@@ -222,7 +222,11 @@ def _put_counts(
     first, place = load(at + 8), load(at + 24)
     end = first + load(at + 16)
     begin, stop = min(low, end), max(high, first)
-    copy(contents + 4 * (place + begin - first), counts + 4 * begin, 4 * (stop - begin))
+    to = contents + 4 * (place + begin - first)
+    if stop - begin == 1:
+        store32(to, load32(counts + 4 * begin))
+    else:
+        copy(to, counts + 4 * begin, 4 * (stop - begin))
     low = min(low, first)
     store(at + 8, low)
     store(at + 16, max(high, end) - low)

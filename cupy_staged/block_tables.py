@@ -179,7 +179,7 @@ class BlockTables(step_inputs.StepInputs):
         row_bytes = 4 * self.max_num_reqs
         tables.append(writes.Table(self.backend.check_array(counts, "counts"), row_bytes, counts, groups, row_bytes))
         self._path = writes.WritePath(
-            self.backend, INT32, [(self._staged.log, 0)], tables, groups > 1, max_concurrency, writes.COPY_BYTES
+            self.backend, INT32, [(self._staged.log, 0)], tables, groups > 1, max_concurrency, writes.AUTO_COPIES
         )
         for group, table in enumerate(self.block_tables):
             table._users.append((weakref.ref(self._path), group))

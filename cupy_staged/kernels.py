@@ -18,9 +18,13 @@ from . import packing, step_packing
 from .backends import Backend, CudaBackend, Pinned
 from .device import Device, get_backend
 
-# (blocks, threads a block, cells a line): the packer takes the first with a warp for each line. The first is for small
-# applies: one warp, one bus read. 32 cells hold 31 short writes or runs; 2 cells hold one tile of a long write.
-SHAPES = ((1, 32, 32), (8, 128, 32), (64, 128, 32), (264, 128, 32), (8, 128, 2), (32, 128, 2), (264, 128, 2))
+# (blocks, threads a block, cells a line). The first is for small applies: one warp, one bus read. 32 cells hold 31
+# short writes or runs; 2 cells hold one tile of a long write. A warp without a line reads one all the same, so the
+# sizes lie close where lines are few.
+SHAPES = (
+    *((blocks, threads, 32) for blocks, threads in ((1, 32), (1, 128), (8, 128), (32, 128), (64, 128), (132, 128))),
+    *((blocks, 128, 2) for blocks in (8, 32, 264)),
+)
 
 # The kernels of a step, and the blocks (of STEP_THREADS) they start: few where there is little to do, as an idle block
 # still draws a ticket.
@@ -97,8 +101,13 @@ def warmup(device: Device = None) -> None:
 
 
 def shape_table() -> np.ndarray:
-    """``[num_shapes, 2] int64``: warps and cells a line of each launch shape, for the packer."""
-    return np.array([(blocks * threads // 32, cells) for blocks, threads, cells in SHAPES], np.int64)
+    """``[num_shapes, 3] int64``: warps, cells a line and the most lines of each launch shape, for the packer.
+
+    It takes the first for as many lines as it has. That is a line a warp, and two from 256 warps on: a second round
+    costs less than so many idle warps.
+    """
+    sizes = [(blocks * threads // 32, cells) for blocks, threads, cells in SHAPES]
+    return np.array([(warps, cells, warps if warps < 256 else 2 * warps) for warps, cells in sizes], np.int64)
 
 
 Launcher = Callable[[int], None]
@@ -137,14 +146,16 @@ def make_launchers(
     fence: tuple[Pinned, int],
     targets: Targets,
     event: Any,
+    copies: bool,
     num_bytes: memoryview,
 ) -> tuple[list[Launcher], list[Any]]:
-    """One launcher for each shape, then one for each shape after a copy of the slot; and what they need kept alive.
+    """One launcher for each shape, and what they need kept alive.
 
-    `fence` is the block and index of the word that gets the slot's sequence; `num_bytes[0]` tells how much to copy.
+    `fence` is the block and index of the word that gets the slot's sequence. With `copies` the slot is copied to the
+    device before each launch; `num_bytes[0]` tells how much.
     """
     if isinstance(backend, CudaBackend):
-        return _cuda_launchers(backend, unit, slot, fence, targets, event, num_bytes)
+        return _cuda_launchers(backend, unit, slot, fence, targets, event, copies, num_bytes)
     words = fence[0].array.view(np.uint64)
 
     def make(cells: int) -> Launcher:
@@ -154,7 +165,7 @@ def make_launchers(
         return launch
 
     addresses = targets.facts.ctypes.data
-    return [make(cells) for _, _, cells in SHAPES] * 2, [targets]
+    return [make(cells) for _, _, cells in SHAPES], [targets]
 
 
 def _cuda_launchers(
@@ -164,17 +175,19 @@ def _cuda_launchers(
     fence: tuple[Pinned, int],
     targets: Targets,
     event: Any,
+    copies: bool,
     num_bytes: memoryview,
 ) -> tuple[list[Launcher], list[Any]]:
     runtime = backend.runtime
     function = get_function(backend, "apply_write", "apply_write_groups" if targets.grouped else "apply_write", unit)
-    twin = backend.zeros((slot.array.nbytes,), np.dtype(np.uint8))
+    twin = backend.zeros((slot.array.nbytes,), np.dtype(np.uint8)) if copies else None
+    source = slot.device_address if twin is None else twin.data.ptr
     scratch = backend.zeros((2,), np.dtype(np.uint64))  # the blocks' ticket; a fence word that nobody reads
     ticket = scratch.data.ptr
     word = fence[0].device_address + 8 * fence[1] if backend.uva else ticket + 8
     kept: list[Any] = [slot, fence[0], targets, twin, scratch, event]
 
-    def capture(source: int, shape: tuple[int, int, int]) -> int:
+    def capture(shape: tuple[int, int, int]) -> int:
         blocks, threads, cells = shape
         arguments = (source, np.uint32(cells), ticket, word, *targets.arguments())
         graph = backend.capture(lambda: function((blocks,), (threads,), arguments))
@@ -192,7 +205,7 @@ def _cuda_launchers(
 
     def copied(graph: int) -> Launcher:
         def launch(stream: int) -> None:
-            backend.copy(twin.data.ptr, slot.address, num_bytes[0], stream)
+            backend.copy(source, slot.address, num_bytes[0], stream)
             runtime.graphLaunch(graph, stream)
             if not backend.uva:  # the kernel cannot write the host's word
                 backend.signal(fence[0], fence[1], int(slot.array[0]), stream)
@@ -200,9 +213,8 @@ def _cuda_launchers(
 
         return launch
 
-    uva = [in_place(capture(slot.device_address, shape)) for shape in SHAPES] if backend.uva else []
-    h2d = [copied(capture(twin.data.ptr, shape)) for shape in SHAPES]
-    return (uva or h2d) + h2d, kept
+    make = copied if copies else in_place
+    return [make(capture(shape)) for shape in SHAPES], kept
 
 
 def make_step_launchers(

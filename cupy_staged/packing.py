@@ -24,18 +24,18 @@ RECORD_BYTES, ROW_MASK, ONE_VALUE = 32, (1 << 48) - 1, -1
 UNIT, SCALE, LOGS, NUM_LOGS, GROUPS, NUM_GROUPS = 0, 1, 2, 3, 4, 5  # bytes of a unit; units an element; tables
 TABLE, TABLE_CAPACITY, TABLE_EPOCH = 6, 7, 8  # hash table of touched cells, entries of 16 bytes
 PIECES, PIECES_CAPACITY = 9, 10  # scratch: writes after overlaps are resolved
-SHAPES, NUM_SHAPES = 11, 12  # launch shapes: (warps, cells a line) each
-COPY_BYTES = 13  # slots of at least this many bytes are copied to the device first
-NUM_BYTES, NEED = 14, 15  # results: bytes used in the slot; what was missing
-TOTAL_LAUNCHES, TOTAL_WRITES, TOTAL_VALUES, TOTAL_BYTES, TOTAL_COPIES = 16, 17, 18, 19, 20
-NUM_SLOTS, NEXT_SLOT, LAST_SLOT = 21, 22, 23  # the ring; LAST_SLOT is of the last pack
-NUM_VALUES, PACK_NUMBER = 24, 25  # scratch: values that the logs hold; packs so far, 31 bits
+SHAPES, NUM_SHAPES = 11, 12  # launch shapes: (warps, cells a line, most lines) each
+NUM_BYTES, NEED = 13, 14  # results: bytes used in the slot; what was missing
+TOTAL_LAUNCHES, TOTAL_WRITES, TOTAL_VALUES, TOTAL_BYTES = 15, 16, 17, 18
+NUM_SLOTS, NEXT_SLOT, LAST_SLOT = 19, 20, 21  # the ring; LAST_SLOT is of the last pack
+NUM_VALUES, PACK_NUMBER = 22, 23  # scratch: values that the logs hold; packs so far, 31 bits
 # Contents that the kernel may read in place: where their facts lie (0: none may be), namely first and last address, and
 # how far the device's addresses lie from the host's; and whether this pack had a write long enough for that.
-DIRECT, HAD_LONG = 26, 27
-LAST_BYTES = 28  # what the last pack added to TOTAL_BYTES
-NUM_CELLS, NUM_RUNS, NUM_BLOCKS = 29, 30, 31  # scratch: cells laid, long writes, 64-unit blocks that may be shared
-SLOTS, SLOT_FIELDS = 32, 4
+DIRECT, HAD_LONG = 24, 25
+LAST_BYTES = 26  # what the last pack added to TOTAL_BYTES
+# Scratch: cells laid; long writes; 64-unit blocks that are touched where writes may overlap, else 0.
+NUM_CELLS, NUM_RUNS, NUM_BLOCKS = 27, 28, 29
+SLOTS, SLOT_FIELDS = 30, 4
 SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
 
 # A group: units between rows, base address, end of its last write (scratch), and where the number of the last pack that
@@ -193,13 +193,13 @@ def _put_cells(base: int, limit: int, at: int, where: int, values: int, units: i
 
 
 @jit
-def _gather(desc: int, base: int, limit: int) -> int:
-    """Lay the short writes of all logs into the slot at `base`, and note pieces; returns the number of pieces, or TORN.
+def _gather(desc: int, base: int, limit: int, as_pieces: bool) -> int:
+    """Take up the writes of all logs; returns the number of pieces, or TORN.
 
-    A piece is noted of each long write, and of every write of a log whose writes may overlap. NUM_CELLS and NUM_RUNS
-    get the number of cells laid and of long writes. Notes on the way whether the writes of each group come in ascending
-    order, or none of its rows comes twice: then none can overlap, else NUM_BLOCKS gets an upper bound of the 64-unit
-    blocks that they touch.
+    Short ones are laid into the slot at `base`, long ones become pieces; with `as_pieces` all do. NUM_CELLS and
+    NUM_RUNS get the number of cells laid and of long pieces. Notes on the way whether the writes of each group come in
+    ascending order, or none of its rows comes twice: then none can overlap, else NUM_BLOCKS gets an upper bound of the
+    64-unit blocks that they touch.
     """
     unit, scale = load(desc + 8 * UNIT), load(desc + 8 * SCALE)
     logs, groups = load(desc + 8 * LOGS), load(desc + 8 * GROUPS)
@@ -243,13 +243,12 @@ def _gather(desc: int, base: int, limit: int) -> int:
                     else:
                         store32(stamps + 4 * row, pack_number)
                     blocks += ((offset & 63) + units + 63) >> 6
-                if units * unit <= INLINE_BYTES:
+                if as_pieces or units * unit > INLINE_BYTES:
+                    piece = _put_piece(piece, group, offset, units, source)
+                    num_runs += 1
+                else:
                     num_cells += (units * unit + 7) >> 3
                     cell = _put_cells(base, limit, cell, (group << 48) | offset, source, units, per_cell)
-                else:
-                    num_runs += 1
-                if may_overlap or units * unit > INLINE_BYTES:
-                    piece = _put_piece(piece, group, offset, units, source)
             record += RECORD_BYTES
     store(desc + 8 * NUM_CELLS, num_cells)
     store(desc + 8 * NUM_RUNS, num_runs)
@@ -260,16 +259,16 @@ def _gather(desc: int, base: int, limit: int) -> int:
 
 @jit
 def _lay_pieces(desc: int, base: int, limit: int, num_pieces: int) -> None:
-    """Lay the short ones of all pieces into the slot anew, after overlaps were cut out; counts as `_gather` does."""
+    """Lay the short ones of all pieces into the slot; counts as `_gather` does."""
     unit, pieces = load(desc + 8 * UNIT), load(desc + 8 * PIECES)
-    cell, num_cells, num_runs = base, 0, 0
+    cell, num_cells, num_runs, per_cell = base, 0, 0, 8 // unit
     for p in range(num_pieces):
         piece = pieces + PIECE_BYTES * p
         units = load(piece + 16)
         if units * unit <= INLINE_BYTES:
             num_cells += (units * unit + 7) >> 3
             where = (load(piece) << 48) | load(piece + 8)
-            cell = _put_cells(base, limit, cell, where, load(piece + 24), units, 8 // unit)
+            cell = _put_cells(base, limit, cell, where, load(piece + 24), units, per_cell)
         else:
             num_runs += 1
     store(desc + 8 * NUM_CELLS, num_cells)
@@ -316,8 +315,7 @@ def pack(desc: int) -> int:
 
     A slot whose fence has not passed is BUSY. On success the slot has a new sequence, the logs are empty (and know what
     was taken), NUM_BYTES is set and the totals have grown; otherwise nothing changed but scratch, and NEED says how
-    much of what was missing. Launchers come by slot: one for each shape, then one for each shape after a copy of the
-    slot.
+    much of what was missing. Launchers come by slot, one for each shape.
     """
     num_writes, logs = 0, load(desc + 8 * LOGS)
     for i in range(load(desc + 8 * NUM_LOGS)):
@@ -334,18 +332,23 @@ def pack(desc: int) -> int:
     unit, pieces = load(desc + 8 * UNIT), load(desc + 8 * PIECES)
     base, capacity = load(state + 8 * SLOT_ADDRESS), load(state + 8 * SLOT_CAPACITY)
 
-    # Short writes: values in their cells, lines filled to the last.
-    num_pieces = _gather(desc, base, base + capacity)
+    # Short writes: values in their cells, lines filled to the last. What may overlap becomes pieces first, and all are
+    # taken up again then; where the last pack met such writes, all become pieces at once.
+    as_pieces = load(desc + 8 * NUM_BLOCKS) > 0
+    num_pieces = _gather(desc, base, base + capacity, as_pieces)
+    if num_pieces >= 0 and not as_pieces and load(desc + 8 * NUM_BLOCKS) > 0:
+        as_pieces = True
+        num_pieces = _gather(desc, base, base + capacity, True)
     if num_pieces < 0:
         return num_pieces
-    blocks = load(desc + 8 * NUM_BLOCKS)
-    if blocks > 0:
-        if 2 * blocks > load(desc + 8 * TABLE_CAPACITY):
-            store(desc + 8 * NEED, 2 * blocks)
+    if as_pieces:
+        needed = 2 * load(desc + 8 * NUM_BLOCKS)
+        if needed > load(desc + 8 * TABLE_CAPACITY):
+            store(desc + 8 * NEED, needed)
             return GROW_TABLE
-        if _any_overlap(desc, num_pieces):
+        if needed > 0 and _any_overlap(desc, num_pieces):
             num_pieces = _resolve(desc, num_pieces)
-            _lay_pieces(desc, base, base + capacity, num_pieces)
+        _lay_pieces(desc, base, base + capacity, num_pieces)
     num_cells, num_runs = load(desc + 8 * NUM_CELLS), load(desc + 8 * NUM_RUNS)
     if num_cells + num_runs == 0:  # only writes of no values
         _take(desc)
@@ -370,7 +373,7 @@ def pack(desc: int) -> int:
             if num_bytes > INLINE_BYTES:
                 num_tiles += (num_bytes + tile - 1) // tile
 
-    # How many lines that makes, and the smallest launch shape that has a warp for each.
+    # How many lines that makes, and the smallest launch shape for so many.
     cells_per_line, runs_per_line = INLINE_LINE // CELL_BYTES, min(max((num_tiles + 255) >> 8, 1), 31)
     if num_cells == 0 and num_tiles >= 8:
         cells_per_line, runs_per_line = 2, 1
@@ -378,10 +381,10 @@ def pack(desc: int) -> int:
     lines = (num_cells + room - 1) // room
     beside = min(runs_per_line, lines * room - num_cells)  # runs that still fit into the last inline line
     lines += (max(num_tiles - beside, 0) + runs_per_line - 1) // runs_per_line
-    shapes, shape, warps = load(desc + 8 * SHAPES), -1, 0
+    shapes, shape, warps, most = load(desc + 8 * SHAPES), -1, 0, 0
     for s in range(load(desc + 8 * NUM_SHAPES)):
-        if load(shapes + 16 * s + 8) == cells_per_line and warps < lines:
-            shape, warps = s, load(shapes + 16 * s)
+        if load(shapes + 24 * s + 8) == cells_per_line and most < lines:
+            shape, warps, most = s, load(shapes + 24 * s), load(shapes + 24 * s + 16)
     at = max(lines, warps) * line_bytes  # contents begin here
     if at + run_bytes - direct_bytes + 32 * num_runs > capacity:
         store(desc + 8 * NEED, at + run_bytes - direct_bytes + 32 * num_runs)
@@ -436,11 +439,7 @@ def pack(desc: int) -> int:
     store(state + 8 * SLOT_SEQUENCE, sequence)
     store(desc + 8 * LAST_SLOT, slot)
     store(desc + 8 * NEXT_SLOT, slot + 1 if slot + 1 < load(desc + 8 * NUM_SLOTS) else 0)
-    launcher = 2 * load(desc + 8 * NUM_SHAPES) * slot + shape
-    if at >= load(desc + 8 * COPY_BYTES):
-        store(desc + 8 * TOTAL_COPIES, load(desc + 8 * TOTAL_COPIES) + 1)
-        launcher += load(desc + 8 * NUM_SHAPES)
-    return launcher
+    return load(desc + 8 * NUM_SHAPES) * slot + shape
 
 
 @jit

@@ -106,10 +106,7 @@ class StagedWriteTensor:
         else:
             self.gpu = self.backend.zeros(self.shape, self.dtype)
         self._table = self._table_of(self.gpu)
-        never, always = 1 << 62, 0
-        self._copy_bytes = {"uva": never, "h2d": always, "auto": never if self.np is not None else writes.COPY_BYTES}[
-            contents
-        ]
+        self._copies = contents == "h2d" or (contents == "auto" and self.np is None and writes.AUTO_COPIES)
         self._log = WriteLog(self.dtype)
         self._users: list[
             tuple[weakref.ref[writes.WritePath], int]
@@ -118,7 +115,7 @@ class StagedWriteTensor:
 
     def _make_path(self, max_concurrency: int | None) -> writes.WritePath:
         path = writes.WritePath(
-            self.backend, self.dtype, [(self._log, 0)], [self._table], False, max_concurrency, self._copy_bytes
+            self.backend, self.dtype, [(self._log, 0)], [self._table], False, max_concurrency, self._copies
         )
         self._users.append((weakref.ref(path), 0))
         weakref.finalize(self, ring.drop, path).atexit = False
@@ -365,7 +362,6 @@ class FusedStagedWriter:
         check_members(self.tensors)
         first = self.tensors[0]
         first.backend.check_current()  # CaptureError, before anything is made
-        copy_bytes = min(t._copy_bytes for t in self.tensors)
         self._path = writes.WritePath(
             first.backend,
             first.dtype,
@@ -373,7 +369,7 @@ class FusedStagedWriter:
             [t._table for t in self.tensors],
             len(self.tensors) > 1,
             max_concurrency,
-            copy_bytes,
+            any(t._copies for t in self.tensors),
         )
         for group, tensor in enumerate(self.tensors):
             tensor._users.append((weakref.ref(self._path), group))

@@ -50,6 +50,7 @@ class StepPath:
         self._path = path
         self._kept = kept
         self._class: Any = np.ndarray if backend.id is None else backend.cupy.ndarray
+        self._device_id = backend.id
         num_slots = SLOTS_A_CALL * path.stats.slots
         self._fences = ring.FenceWords(backend, num_slots, self.stats)
         self._done = self._fences.words
@@ -251,13 +252,13 @@ class StepPath:
 
     def _device_array(self, array: Any, dtype: np.dtype, name: str) -> tuple[int, int]:
         """Address and length of a device array, checked."""
-        if isinstance(array, self._class) and array.dtype == dtype and array.ndim == 1 and array._c_contiguous:
+        if type(array) is self._class and array.dtype is dtype and array.ndim == 1 and array._c_contiguous:
             data = array.data
-            if data.device_id == self.backend.id:
+            if data.device_id == self._device_id:
                 return data.ptr, array.size
-        self.backend.check_array(array, name)
+        address = self.backend.check_array(array, name)
         _check_layout(array, dtype, name)
-        raise ValueError(f"{name} cannot be used: {type(array).__name__} of dtype {array.dtype}, shape {array.shape}")
+        return address, array.size
 
     def _redirect(self, slot: int, first: int, out: Sequence[int]) -> None:
         """Let the step in `slot` gather to `out`, only groups from `first` on, as many as a descriptor has room for."""

@@ -19,7 +19,7 @@ from .backends import PER_THREAD_STREAM, Backend, Pinned, drain
 from .device import guard_against_fork, refuse_entry
 from .log import NEVER, SLACK, Contents, WriteLog, torn_error
 
-COPY_BYTES = NEVER  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
+AUTO_COPIES = False  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
 FIRST_SLOT_BYTES = 1 << 15
 MAX_STAMPED_ROWS = 1 << 20  # 4 MiB of host memory
 
@@ -70,8 +70,8 @@ class WritePath:
         One a group.
     grouped : bool
         Whether the kernel finds the tables through an array of addresses.
-    copy_bytes : int
-        Slots of at least so many bytes are copied to the device before the launch.
+    copies : bool
+        Whether slots are copied to the device before the launch; they always are without UVA memory.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class WritePath:
         tables: list[Table],
         grouped: bool,
         max_concurrency: int | None,
-        copy_bytes: int,
+        copies: bool,
     ) -> None:
         ring.sweep()
         packing.compile_all()
@@ -116,19 +116,19 @@ class WritePath:
         words[packing.LOGS], words[packing.NUM_LOGS] = self._log_table.ctypes.data, len(logs)
         words[packing.GROUPS], words[packing.NUM_GROUPS] = self._groups.ctypes.data, len(tables)
         words[packing.SHAPES], words[packing.NUM_SHAPES] = self._shapes.ctypes.data, len(self._shapes)
-        words[packing.COPY_BYTES] = copy_bytes
+        self._copies = copies or not backend.uva
         self._num_bytes = words[packing.NUM_BYTES : packing.NUM_BYTES + 1]
         words[packing.NUM_SLOTS] = num_slots
         self._slot_fields = [packing.SLOTS + packing.SLOT_FIELDS * slot for slot in range(num_slots)]
         for slot, at in enumerate(self._slot_fields):
             words[at + packing.SLOT_DONE] = self._fences.block.address + 64 * slot
         self._slots = [Pinned(np.empty(0, np.uint8), 0)] * num_slots
-        self._launch: list[kernels.Launcher] = [no_launch] * (num_slots * 2 * len(kernels.SHAPES))
+        self._launch: list[kernels.Launcher] = [no_launch] * (num_slots * len(kernels.SHAPES))
         self._kept: list[list[Any]] = [[] for _ in range(num_slots)]
         self._note_tables()
         # Long writes of a path's only log are not copied again, unless the whole slot goes to the device by a copy.
         # Only the first path of a log may: it knows the launches that read its blocks, and no other path's.
-        in_place = len(logs) == 1 and not logs[0][0].jitted and backend.uva and copy_bytes >= NEVER
+        in_place = len(logs) == 1 and not logs[0][0].jitted and not self._copies
         in_place = in_place and logs[0][0].long == NEVER
         self._direct_log = logs[0][0] if in_place else None
         if self._direct_log is not None:
@@ -289,12 +289,10 @@ class WritePath:
         """What the last pack added to the totals."""
         words = self._words
         num_writes = sum(log.header[packing.LOG_LAST_WRITES] for log in self.logs)
-        copied = words[packing.NUM_BYTES] >= words[packing.COPY_BYTES]
         return [
             (packing.TOTAL_WRITES, num_writes),
             (packing.TOTAL_VALUES, words[packing.NUM_VALUES]),
             (packing.TOTAL_BYTES, words[packing.LAST_BYTES]),
-            (packing.TOTAL_COPIES, 1 if copied else 0),
         ]
 
     def _note_tables(self) -> None:
@@ -337,7 +335,7 @@ class WritePath:
     def _launchers_of(self, slot: int, block: Pinned) -> tuple[list[kernels.Launcher], list[Any]]:
         fence = (self._fences.block, 8 * slot)
         return kernels.make_launchers(
-            self.backend, self._unit, block, fence, self.targets, self._event, self._num_bytes
+            self.backend, self._unit, block, fence, self.targets, self._event, self._copies, self._num_bytes
         )
 
     def _set_launchers(self, slot: int, made: tuple[list[kernels.Launcher], list[Any]]) -> None:
@@ -363,10 +361,7 @@ class WritePath:
             num_bytes = num_values * self._itemsize
             tiles = num_writes + num_bytes // packing.MIN_TILE + 1
             lines = min(8 * num_writes, num_bytes) // 31 + 2 + min(tiles, 512)
-            lines = next(
-                (blocks * threads // 32 for blocks, threads, _ in kernels.SHAPES if lines <= blocks * threads // 32),
-                lines,
-            )
+            lines = next((max(lines, warps) for warps, _, most in self._shapes.tolist() if lines <= most), lines)
             needed = 512 * lines + 32 * max(tiles, 1056) + num_bytes + 32 * num_writes + 64
             if 3 * num_writes > self._words[packing.PIECES_CAPACITY]:
                 self._make_room(packing.GROW_PIECES, 0, 3 * num_writes)
@@ -439,5 +434,5 @@ class WritePath:
             writes=words[packing.TOTAL_WRITES],
             values=words[packing.TOTAL_VALUES],
             bytes=words[packing.TOTAL_BYTES],
-            copies=words[packing.TOTAL_COPIES] if self.backend.uva else words[packing.TOTAL_LAUNCHES],
+            copies=words[packing.TOTAL_LAUNCHES] if self._copies else 0,
         )

@@ -23,7 +23,7 @@ SELECTION = " or ".join(
         "test_every_launch_shape_is_taken",
         "(test_many_long_writes and (129 or 1057))",
         "test_a_target_that_starts_at_column_one",
-        "(test_many_one_value_writes and (993 or 32737))",
+        "(test_many_one_value_writes and (993 or 16369))",
         "test_random_steps",
         "test_out",
         "test_dummies_are_padding",

@@ -448,7 +448,6 @@ def pack(unit_bytes: int, groups: list[tuple[int, int]], logs: list[list[tuple[i
     desc[packing.PIECES] = hold(np.zeros((3 * num_writes + 1, packing.PIECE_BYTES), np.uint8))
     desc[packing.PIECES_CAPACITY] = 3 * num_writes + 1
     desc[packing.SHAPES], desc[packing.NUM_SHAPES] = hold(kernels.shape_table()), len(kernels.SHAPES)
-    desc[packing.COPY_BYTES] = 1 << 40
     state = desc[packing.SLOTS :]
     state[packing.SLOT_ADDRESS], state[packing.SLOT_CAPACITY] = slot.ctypes.data, len(slot)
     state[packing.SLOT_SEQUENCE], state[packing.SLOT_DONE] = 41, hold(np.array([41]))

@@ -1,5 +1,6 @@
 """StagedWriteTensor on every backend: what is staged, applied, refused, and when the host waits."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -91,13 +92,12 @@ def test_every_length_at_every_alignment(uva_place, dtype, contents):
 def counts_around_every_shape():
     """Numbers of one-value writes and of long runs just below, at and above what each launch shape has room for."""
     cells, runs = {1, 2}, {1, 2, 7, 8, 9}
-    for blocks, threads, per_line in kernels.SHAPES:
-        warps = blocks * threads // 32
-        for extra in (-1, 0, 1):
+    for warps, per_line, most in kernels.shape_table().tolist():
+        for lines, extra in itertools.product({warps, most}, (-1, 0, 1)):
             if per_line == 32:
-                cells.add(warps * 31 + extra)
+                cells.add(lines * 31 + extra)
             else:
-                runs.add(warps + extra)
+                runs.add(lines + extra)
     return sorted(cells), sorted(runs)
 
 
@@ -156,7 +156,7 @@ def test_every_launch_shape_is_taken(place):
         if again:  # slots are as large as they get
             tensor._path._launch[:] = [noting(i, launcher) for i, launcher in enumerate(tensor._path._launch)]
         for length in (1, 17):
-            for writes in (1, 9, 40, 500, 3000, 70_000):
+            for writes in (1, 9, 40, 500, 3000, 7000, 70_000):
                 rows = rng.permutation(70_000)[:writes]
                 values = rng.integers(1, 2**31, writes * length)
                 for _ in range(1 if again else 2):  # in both slots
