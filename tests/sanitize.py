@@ -1,12 +1,13 @@
-"""Run a short selection of the CUDA tests, for compute-sanitizer.
+"""Run CUDA tests for compute-sanitizer: a short selection, or a part of all of them.
 
 `make sanitize`, or
 
-    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python tests/sanitize.py
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python tests/sanitize.py [PART/PARTS]
 
 Every allocation is one of its own, since CuPy's pools would hide a step over its end. After CUPY_STAGED_SANITIZE
-seconds (80) no further test starts. No kernel uses shared memory, so there is nothing for racecheck; slot races are
-what the twins show.
+seconds (80) no further test starts. With PART/PARTS (as 0/16) it is that share of all tests of a non-blocking stream,
+for many processes side by side. No kernel uses shared memory, so there is nothing for racecheck; slot races are what
+the twins show.
 """
 
 import os
@@ -35,13 +36,22 @@ SELECTION = " or ".join(
         "test_a_batch_is_the_same_as_its_writes",
     ]
 )
+# Other processes, memory that fills the device, seconds of stall or of work that would take minutes here.
+TOO_LONG = " or ".join(
+    ["test_process", "test_addressing", "test_soak", "test_replay", "test_cli", "test_examples", "test_stateful"]
+)
 
 
 class Deadline:
-    """Start no test after the time is over, and say how many ran."""
+    """Take every `parts`-th test from `part` on, start none after the time is over, and say how many ran."""
 
-    def __init__(self):
+    def __init__(self, part, parts):
+        self.part, self.parts = part, parts
         self.begin, self.ran, self.left = time.monotonic(), 0, 0
+
+    def pytest_collection_modifyitems(self, config, items):
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % self.parts != self.part])
+        items[:] = items[self.part :: self.parts]
 
     def pytest_runtest_setup(self, item):
         if time.monotonic() - self.begin > SECONDS:
@@ -57,10 +67,12 @@ def main():
     cupy.cuda.set_allocator(None)
     cupy.cuda.set_pinned_memory_allocator(None)
     os.environ["CUPY_STAGED_REQUIRE_GPU"] = "1"
-    places = "(cuda-nonblocking or nouva-nonblocking)"
+    places, which, part, parts = "(cuda-nonblocking or nouva-nonblocking)", SELECTION, 0, 1
+    if len(sys.argv) > 1:
+        which, (part, parts) = f"not ({TOO_LONG})", map(int, sys.argv[1].split("/"))
     here = os.path.dirname(os.path.abspath(__file__))
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", "-k", f"{places} and ({SELECTION})"]
-    return pytest.main([*options, here], plugins=[Deadline()])
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "-k", f"{places} and ({which})", here]
+    return pytest.main(options, plugins=[Deadline(part, parts)])
 
 
 if __name__ == "__main__":
