@@ -279,7 +279,7 @@ def experiment_contents(machine: Any, quick: bool) -> dict[str, Any]:
         for n in SIZES[::3] if quick else SIZES:
             slots = 32 if n <= 65536 else 8
             arms = {c: common.one_write(n, contents=c, slots=slots) for c in ("uva", "h2d")}
-            rows[n] = measure.measure(machine, arms, stream, 8, 25, 0.6)
+            rows[n] = measure.measure(machine, {stream: arms}, 8, 25, 0.6)[stream]
             for _ in range(2):
                 for name, work in arms.items():
                     rows[n][name].setdefault("gpu_samples", []).extend(

@@ -89,36 +89,43 @@ def machine_of(device: str) -> Host | Cuda:
 
 
 def measure(
-    machine: Host | Cuda, arms: Mapping[str, Work], stream: str, rounds: int, count: int, budget_s: float = 5.0
-) -> dict[str, dict[str, Any]]:
-    """Time every arm: in each round each arm runs `count` times in a row, then the next one.
+    machine: Host | Cuda, arms: Mapping[str, Mapping[str, Work]], rounds: int, count: int, budget_s: float = 5.0
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Time the arms of every stream: in each round each arm runs `count` times in a row, then the next one.
 
-    Returns for each arm `stage`, `apply` (enqueue) and `total` (stage, apply, synchronize), in microseconds; or
-    `missing`, why an arm failed. An arm stops at its share of `budget_s`, after one round at least.
+    Returns for each stream and arm `stage`, `apply` (enqueue) and `total` (stage, apply, synchronize), in microseconds;
+    or `missing`, why an arm failed. An arm stops at its share of `budget_s`, after one round at least.
     """
-    current = machine.streams[stream]
-    raw: dict[str, list[tuple[int, int, int]]] = {name: [] for name in arms}
-    broken: dict[str, str] = {}
-    spent, share_ns = dict.fromkeys(arms, 0), budget_s * 1e9 / len(arms)
-    with current, quiet():
+    works = {(stream, name): work for stream, named in arms.items() for name, work in named.items()}
+    raw: dict[tuple[str, str], list[tuple[int, int, int]]] = {key: [] for key in works}
+    broken: dict[tuple[str, str], str] = {}
+    spent, share_ns = dict.fromkeys(works, 0), budget_s * 1e9 / len(works)
+    with quiet():
         for turn in range(rounds + 1):  # the first is to warm up
-            for name, work in arms.items():
-                if name in broken or spent[name] > share_ns:
+            for key, work in works.items():
+                if key in broken or spent[key] > share_ns:
                     continue
-                begun = time.perf_counter_ns()
+                begun, current = time.perf_counter_ns(), machine.streams[key[0]]
                 try:
-                    found = _time_in_a_row(machine, work, current, count if turn else 4, share_ns / 4)
+                    with current:
+                        found = _time_in_a_row(machine, work, current, count if turn else 4, share_ns / 4)
                 except Exception as error:  # noqa: BLE001 - one arm that fails must not cost the others
-                    broken[name] = f"{type(error).__name__}: {error}"
+                    broken[key] = f"{type(error).__name__}: {error}"
                 else:
-                    raw[name] += found if turn else []
-                spent[name] += time.perf_counter_ns() - begun if turn else 0
-    names = ("stage", "apply", "total")
-    out: dict[str, dict[str, Any]] = {name: {"missing": why} for name, why in broken.items()}
-    for name, rows in raw.items():
-        if name not in broken:
-            out[name] = {part: summary(column) for part, column in zip(names, np.array(rows).T / 1e3, strict=True)}
-    return {name: out[name] for name in arms}
+                    raw[key] += found if turn else []
+                spent[key] += time.perf_counter_ns() - begun if turn else 0
+    out: dict[str, dict[str, dict[str, Any]]] = {stream: {} for stream in arms}
+    for key, rows in raw.items():
+        stream, name = key
+        out[stream][name] = (
+            {"missing": broken[key]}
+            if key in broken
+            else {
+                part: summary(column)
+                for part, column in zip(("stage", "apply", "total"), np.array(rows).T / 1e3, strict=True)
+            }
+        )
+    return out
 
 
 def _time_in_a_row(

@@ -123,18 +123,19 @@ def gpu_time(machine: Any, make: Make, stream: str, slots: int, rounds: int) -> 
 
 def rows_of(machine: Any, makers: dict[str, Make], quick: bool, budget_s: float, slots: int = 32) -> dict[str, Any]:
     """Measure host and synchronized times of works and floors, alternating, and the GPU time of each work."""
-    out: dict[str, Any] = {}
+    arms, missing = {}, {}
     for stream in machine.streams:
-        works, missing = make_works(makers, 2, machine.device)
-        arms = {**floor_works(machine, stream), **works}
-        out[stream] = measure.measure(machine, arms, stream, 4 if quick else 12, 10 if quick else 40, budget_s)
-        for name in [name for name in works if "missing" not in out[stream][name]]:
-            out[stream][name]["gpu"] = gpu_time(machine, makers[name], stream, slots, 3 if quick else 5)
+        works, missing[stream] = make_works(makers, 2, machine.device)
+        arms[stream] = {**floor_works(machine, stream), **works}
+    out: dict[str, Any] = measure.measure(machine, arms, 4 if quick else 12, 10 if quick else 40, budget_s)
+    for stream, rows in out.items():
+        for name in [name for name in rows if name not in FLOORS and "missing" not in rows[name]]:
+            rows[name]["gpu"] = gpu_time(machine, makers[name], stream, slots, 3 if quick else 5)
         if machine.gpu is not None:
             for name in FLOORS:
-                samples = machine.gpu.gpu_samples(arms[name].apply, 32, machine.streams[stream])
-                out[stream][name]["gpu"] = summary(samples)
-        out[stream].update({name: {"missing": why} for name, why in missing.items()})
+                samples = machine.gpu.gpu_samples(arms[stream][name].apply, 32, machine.streams[stream])
+                rows[name]["gpu"] = summary(samples)
+        rows.update({name: {"missing": why} for name, why in missing[stream].items()})
     return out
 
 
@@ -400,12 +401,12 @@ def main() -> None:
         machine, quick = measure.machine_of(options.device), options.quick
         run = Run(options.out, "report", options.limit_s)
         requests, runs = (200, 1) if quick else (options.requests, 3)
-        run.section("rows", lambda: rows_of(machine, WORKS, quick, 3.0 if quick else 20.0))
+        run.section("rows", lambda: rows_of(machine, WORKS, quick, 6.0 if quick else 40.0))
         if machine.gpu is not None:
             run.section("nodes", lambda: run_nodes(machine, quick))
             run.section("bus", lambda: run_bus(machine, quick))
         run.section("replay", lambda: run_replay(machine, options.trace, requests, runs))
-        run.section("curves", lambda: run_curves(machine, quick, 0.3 if quick else 1.0))
+        run.section("curves", lambda: run_curves(machine, quick, 0.6 if quick else 2.0))
         data = run.data
     page = markdown(data, plot(data, options.out))
     (options.out / "report.md").write_text(page + "\n")
