@@ -60,6 +60,24 @@ def _any_id_outside(ids: int, ids_bytes: int, num_ids: int, factor: int) -> bool
 
 
 @jit
+def _refused(desc: int, num_writes: int, bad: int) -> int:
+    """What `append` returns for `bad`: running totals that are wrong, in any group, come before all else."""
+    for g in range(load(desc + 8 * A_GROUPS)):
+        given = load(desc + 8 * A_INPUTS) + 8 * INPUT_FIELDS * g
+        totals, totals_bytes, before = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES), 0
+        num_ids, w = load(given + 8 * NUM_IDS), 0
+        while w < num_writes:
+            total = _load_item(totals + totals_bytes * w, totals_bytes)
+            if total < before or total > num_ids:
+                break
+            before, w = total, w + 1
+        if w < num_writes or before != num_ids:
+            store(desc + 8 * A_BAD_GROUP, g)
+            return (LENGTHS_WRONG << 48) | w
+    return bad
+
+
+@jit
 def append_one(desc: int, row: int, overwrite: int) -> int:
     """As `append`, for one request whose ids and lengths lie in the scratch of `desc`."""
     one, ids, inputs = load(desc + 8 * A_ONE), load(desc + 8 * A_IDS), load(desc + 8 * A_INPUTS)
@@ -104,13 +122,13 @@ def append(desc: int, num_writes: int) -> int:
         or load(log + 8 * LOG_VALUES) + load(desc + 8 * A_NEED_VALUES) > load(log + 8 * LOG_MAX_VALUES)
         or pairs > load(desc + 8 * A_OLD_CAPACITY)
     ):
-        return NO_ROOM << 48
+        return _refused(desc, num_writes, NO_ROOM << 48)
 
     # All checks, with the counts moving on (a row may come more than once) and the old ones noted.
     for w in range(num_writes):
         row = load(rows + 8 * w)
         if row < 0 or row >= max_reqs:
-            return (ROW_OUTSIDE << 48) | w
+            return _refused(desc, num_writes, (ROW_OUTSIDE << 48) | w)
     done = old
     for g in range(groups):
         given = inputs + 8 * INPUT_FIELDS * g
@@ -124,7 +142,7 @@ def append(desc: int, num_writes: int) -> int:
                 count = counts_here + 4 * load(rows + 8 * w)
                 total = _load_item(totals + totals_bytes * w, totals_bytes)
                 if total < before or total > num_ids:
-                    bad = (LENGTHS_WRONG << 48) | w
+                    bad = LENGTHS_WRONG << 48
                     break
                 had = load32(count)
                 has = (total - before) * factor
@@ -137,7 +155,7 @@ def append(desc: int, num_writes: int) -> int:
                 store32(count, has)
                 done, before = done + 8, total
             if bad < 0 and before != num_ids:
-                bad = (LENGTHS_WRONG << 48) | num_writes
+                bad = LENGTHS_WRONG << 48
         if bad >= 0:
             store(desc + 8 * A_BAD_GROUP, g)
             while done > old:
@@ -145,7 +163,7 @@ def append(desc: int, num_writes: int) -> int:
                 w = (done - old) // 8
                 row = load(rows + 8 * (w % num_writes))
                 store32(counts + 4 * (max_reqs * (w // num_writes) + row), load(done))
-            return bad
+            return _refused(desc, num_writes, bad)
 
     # Then the records: nothing can go wrong any more.
     if load(log + 8 * LOG_WRITES) == 0:

@@ -33,7 +33,7 @@ NUM_VALUES, PACK_NUMBER = 22, 23  # scratch: values that the logs hold; packs so
 # how far the device's addresses lie from the host's; and whether this pack had a write long enough for that.
 DIRECT, HAD_LONG = 24, 25
 LAST_BYTES = 26  # what the last pack added to TOTAL_BYTES
-# Scratch: cells laid; long writes; 64-unit blocks that are touched where writes may overlap, else 0.
+# Scratch: cells laid; long writes; 64-unit blocks that the pieces touch where writes may overlap, else 0.
 NUM_CELLS, NUM_RUNS, NUM_BLOCKS = 27, 28, 29
 SLOTS, SLOT_FIELDS = 30, 4
 SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
@@ -197,9 +197,9 @@ def _gather(desc: int, base: int, limit: int, as_pieces: bool) -> int:
     """Take up the writes of all logs; returns the number of pieces, or TORN.
 
     Short ones are laid into the slot at `base`, long ones become pieces; with `as_pieces` all do. NUM_CELLS and
-    NUM_RUNS get the number of cells laid and of long pieces. Notes on the way whether the writes of each group come in
+    NUM_RUNS get the number of cells laid and of pieces. Notes on the way whether the writes of each group come in
     ascending order, or none of its rows comes twice: then none can overlap, else NUM_BLOCKS gets an upper bound of the
-    64-unit blocks that they touch.
+    64-unit blocks that the pieces touch, at least 1.
     """
     unit, scale = load(desc + 8 * UNIT), load(desc + 8 * SCALE)
     logs, groups = load(desc + 8 * LOGS), load(desc + 8 * GROUPS)
@@ -242,10 +242,10 @@ def _gather(desc: int, base: int, limit: int, as_pieces: bool) -> int:
                         once = False
                     else:
                         store32(stamps + 4 * row, pack_number)
-                    blocks += ((offset & 63) + units + 63) >> 6
                 if as_pieces or units * unit > INLINE_BYTES:
                     piece = _put_piece(piece, group, offset, units, source)
                     num_runs += 1
+                    blocks += ((offset & 63) + units + 63) >> 6
                 else:
                     num_cells += (units * unit + 7) >> 3
                     cell = _put_cells(base, limit, cell, (group << 48) | offset, source, units, per_cell)
@@ -253,7 +253,7 @@ def _gather(desc: int, base: int, limit: int, as_pieces: bool) -> int:
     store(desc + 8 * NUM_CELLS, num_cells)
     store(desc + 8 * NUM_RUNS, num_runs)
     store(desc + 8 * NUM_VALUES, num_values)
-    store(desc + 8 * NUM_BLOCKS, 0 if ascending or once else blocks)
+    store(desc + 8 * NUM_BLOCKS, 0 if ascending or once else max(blocks, 1))
     return (piece - pieces) // PIECE_BYTES
 
 

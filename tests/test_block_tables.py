@@ -215,6 +215,15 @@ BAD_BATCHES = [
     (([0, 1], [[1, 2], [3]], [[-1, 2], [0, 1]], False), ValueError, r"cu_num_blocks\[0\]"),
     (([0, 1], [[1, 2], [3]], [[1, 2], [1]], False), ValueError, r"cu_num_blocks\[1\] must have 2 entries.*got 1"),
     (([0, 1], [[1, 2], [3]], [[1, 2], [0, 1, 1]], False), ValueError, r"cu_num_blocks\[1\] must have 2 entries.*got 3"),
+    # Running totals come first, whatever else is wrong too.
+    (
+        ([0, 1, 2], [[1] * 16, [3]], [[15, 9, 16], [0, 1, 1]], False),
+        ValueError,
+        r"cu_num_blocks\[0\].*got 9 at entry 1",
+    ),
+    (([0, 9], [[1, 2], [3]], [[1, 2], [0, 0]], False), ValueError, r"cu_num_blocks\[1\].* = 1"),
+    (([0, 1], [[1, 2], [2**30]], [[1, 1], [0, 1]], False), ValueError, r"cu_num_blocks\[0\]"),
+    (([0, 1], [[1, 2], [3]], [[1, 2], [2**62, 1]], False), ValueError, r"cu_num_blocks\[1\]"),
     (([0, 0], [[1] * 9, [3]], [[4, 9], [0, 1]], False), IndexError, "group 0"),
     (([0, 1], [[1, 2], [3] * 5], [[1, 2], [0, 5]], False), IndexError, "group 1"),
     (([0, 1], [[1, 2], [2**30]], [[1, 2], [0, 1]], False), OverflowError, "group 1"),
@@ -239,6 +248,14 @@ def test_a_bad_batch_stages_nothing_in_any_group(place, args, error, message):
     append(tables, model, 1, [[8], []], False)
     apply(tables, model)
     check(place, tables, model)
+
+
+def test_a_refused_batch_reserves_nothing(host):
+    tables = host.make(BlockTables, [64], 4, 64, [8], kernel_block_sizes=[4])
+    before = tables._staged.log.max_end
+    with pytest.raises(ValueError, match="= 1000000"):
+        tables.append_block_ids_batch([0], [np.zeros(1_000_000, np.int32)], [[1]], True)
+    assert tables._staged.log.max_end == before
 
 
 def test_an_iterable_of_ids_that_raises_stages_nothing(place):

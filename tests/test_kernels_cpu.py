@@ -437,7 +437,6 @@ def pack(unit_bytes: int, groups: list[tuple[int, int]], logs: list[list[tuple[i
         log_table.append((hold(head), 0))
 
     slot = aligned(1 << 21)
-    slot[:] = 0xEE
     capacity = 1 << 15
     desc = np.zeros(packing.SLOTS + packing.SLOT_FIELDS, np.int64)
     desc[packing.UNIT], desc[packing.SCALE] = unit_bytes, 1
@@ -449,11 +448,18 @@ def pack(unit_bytes: int, groups: list[tuple[int, int]], logs: list[list[tuple[i
     desc[packing.PIECES_CAPACITY] = 3 * num_writes + 1
     desc[packing.SHAPES], desc[packing.NUM_SHAPES] = hold(kernels.shape_table()), len(kernels.SHAPES)
     state = desc[packing.SLOTS :]
-    state[packing.SLOT_ADDRESS], state[packing.SLOT_CAPACITY] = slot.ctypes.data, len(slot)
+    state[packing.SLOT_ADDRESS] = slot.ctypes.data
     state[packing.SLOT_SEQUENCE], state[packing.SLOT_DONE] = 41, hold(np.array([41]))
     desc[packing.NUM_SLOTS] = 1
 
-    shape = packing.pack(desc.ctypes.data)
+    for room in (512, 4096, len(slot)):
+        slot[:] = 0xEE
+        state[packing.SLOT_CAPACITY] = room
+        shape = packing.pack(desc.ctypes.data)
+        assert (slot[room:] == 0xEE).all()  # a slot that is too small is not left
+        if shape != packing.GROW_SLOT:
+            break
+        assert room < desc[packing.NEED] <= len(slot)
     assert 0 <= shape < len(kernels.SHAPES)
     num_bytes = -(-int(desc[packing.NUM_BYTES]) // 16) * 16  # the kernel reads whole 16-byte steps
     return Packed(slot[:num_bytes], *kernels.SHAPES[shape], int(state[packing.SLOT_SEQUENCE]))
