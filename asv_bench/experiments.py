@@ -44,6 +44,7 @@ def time_calls(calls: Calls, rounds: int, number: int, after: Callable[[], Any])
             call()
         after()
         for _ in range(rounds):
+            common.pick_core()
             for name, call in calls.items():
                 begun = now()
                 for _ in range(number):

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from .benchmarks import common
 from .benchmarks.common import Work, require_cuda
 
 Summary = dict[str, float]
-MOST_CORES = 64  # that are tried for the fastest
 
 
 def summary(samples: Iterable[float]) -> Summary | None:
@@ -104,6 +104,7 @@ def measure(
     spent, share_ns = dict.fromkeys(works, 0), budget_s * 1e9 / len(works)
     with quiet():
         for turn in range(rounds + 1):  # the first is to warm up
+            common.pick_core()
             for key, work in works.items():
                 if key in broken or spent[key] > share_ns:
                     continue
@@ -149,33 +150,17 @@ def _time_in_a_row(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """While something is timed: no garbage collection, and the thread stays on the core that is fastest at the moment.
-
-    On a shared machine some cores are half as fast as others, for as long as a neighbour uses their other half.
-    """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    if cores:
-        os.sched_setaffinity(0, {min(sorted(cores)[:MOST_CORES], key=_spin_ns)})
+    """While something is timed: no garbage collection, and the thread on cores that `common.pick_core` picks."""
+    cores = common.usable_cores()
     gc.collect()
     gc.disable()
     try:
+        common.pick_core()
         yield
     finally:
         gc.enable()
         if cores:
             os.sched_setaffinity(0, cores)
-
-
-def _spin_ns(core: int) -> int:
-    """Time a short loop on a core: the best of three."""
-    os.sched_setaffinity(0, {core})
-    now, found = time.perf_counter_ns, []
-    for _ in range(3):
-        begun = now()
-        for _ in range(10_000):
-            pass
-        found.append(now() - begun)
-    return min(found)
 
 
 class Run:
