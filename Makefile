@@ -64,6 +64,7 @@ test: $(TEST)
 # A kernel that reads or writes a byte outside an allocation fails it. `timeout` ends a run that hangs.
 SANITIZER ?= compute-sanitizer
 sanitize: $(TEST)
+	@command -v $(SANITIZER) >/dev/null || { echo "make: $(SANITIZER) is not on the path: it comes with the CUDA toolkit, and needs a GPU" >&2; exit 1; }
 	timeout 100 $(SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 9 $(BIN)/python tests/sanitize.py
 
 lint: $(DEV)

@@ -478,7 +478,10 @@ def best_shapes(data: dict[str, Any]) -> str:
 def plot(data: dict[str, Any], path: Path) -> None:
     """Contents by size, as a picture; nothing without matplotlib."""
     contents = data["sections"].get("contents")
-    if not contents or importlib.util.find_spec("matplotlib") is None:
+    if not contents:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        say('no picture: matplotlib is not installed (pip install "cupy-staged[plot]")')
         return
     import matplotlib
 

@@ -348,7 +348,10 @@ def markdown(data: dict[str, Any], pictures: list[str]) -> str:
 def plot(data: dict[str, Any], out: Path) -> list[str]:
     """Draw each curve, a panel a stream, and return the file names; none without matplotlib."""
     curves = data["sections"].get("curves")
-    if not curves or importlib.util.find_spec("matplotlib") is None:
+    if not curves:
+        return []
+    if importlib.util.find_spec("matplotlib") is None:
+        say('no pictures: matplotlib is not installed (pip install "cupy-staged[plot]")')
         return []
     import matplotlib
 

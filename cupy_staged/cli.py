@@ -158,7 +158,7 @@ def info(as_json: bool) -> None:
         return
     table = Table(show_header=False, title="cupy_staged", title_justify="left")
     for name in ("cupy_staged", "python", "numpy", "numba", "cupy", "driver"):
-        table.add_row(name, Text(str(facts[name])))
+        table.add_row(name, Text(str(facts[name] or "none")))
     for device in facts["devices"]:
         table.add_section()
         for name, value in device.items():
@@ -307,10 +307,10 @@ def _replay(title: str, scan: Any, requests: Any, as_json: bool, *, plot: Path |
 
 
 def _why_host() -> str:
-    from .device import count_devices
+    from .device import count_devices, is_host_forced
 
     # Where the host is forced, CUDA is not even asked.
-    return "CUPY_STAGED_DEVICE=host" if os.environ.get("CUPY_STAGED_DEVICE") == "host" else count_devices()[1]
+    return "CUPY_STAGED_DEVICE=host" if is_host_forced() else count_devices()[1]
 
 
 def _extent(requests: Iterable[Request]) -> tuple[int, int]:

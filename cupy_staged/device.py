@@ -71,6 +71,19 @@ def count_devices() -> tuple[int, str]:
     return count, "" if count else "CUDA reports no device"
 
 
+def setting(name: str, *known: str) -> str:
+    """What the environment variable says: one of `known`, or nothing; ValueError for anything else."""
+    value = os.environ.get(name, "")
+    if value not in ("", *known):
+        raise ValueError(f"{name} must be {' or '.join(map(repr, known))} or unset, got {value!r}")
+    return value
+
+
+def is_host_forced() -> bool:
+    """Whether CUPY_STAGED_DEVICE asks for the host."""
+    return setting("CUPY_STAGED_DEVICE", "host") == "host"
+
+
 def resolve_id(device: Device) -> int | None:
     """The CUDA device id that `device` names, or None for the host."""
     if isinstance(device, bool) or not (device is None or isinstance(device, (int, str))):
@@ -82,7 +95,7 @@ def resolve_id(device: Device) -> int | None:
         wanted = int(device[5:])
     elif device not in (None, "cuda", "host"):
         raise ValueError(f"device must be None, 'cuda', 'cuda:N', an int or 'host', got {device!r}")
-    if device == "host" or os.environ.get("CUPY_STAGED_DEVICE") == "host":
+    if is_host_forced() or device == "host":
         return None
     refuse_in_forked_child()
     count, reason = count_devices()
@@ -129,14 +142,14 @@ def uva_status(device: Device = None) -> UvaStatus:
     Raises
     ------
     ValueError
-        The device is not there.
+        The device is not there, or the environment variable is neither 0 nor 1.
     CaptureError
         The device's current stream is being captured.
     """
     device_id = resolve_id(device)
     if device_id is None:
         return UvaStatus(True, "host and device are the same memory")
-    if os.environ.get("CUPY_STAGED_UVA") == "0":
+    if setting("CUPY_STAGED_UVA", "0", "1") == "0":
         return UvaStatus(False, "switched off by CUPY_STAGED_UVA=0")
     if device_id not in _statuses:
         _statuses[device_id] = _probe(device_id)

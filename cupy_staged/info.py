@@ -7,7 +7,6 @@ stream of their own and are waited for.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 from typing import Any, Final
 
@@ -38,7 +37,7 @@ def gather_facts() -> dict[str, Any]:
         "missing": [],
         "notes": [],
     }
-    if os.environ.get("CUPY_STAGED_DEVICE") == "host":
+    if device.is_host_forced():
         facts["notes"].append("CUPY_STAGED_DEVICE=host: CUDA was not looked at.")
         return facts
     driver = _driver_cuda_version()

@@ -311,7 +311,8 @@ def group_facts(
     size, rank, interleave = (_integer(value, name) for value, name in zip(cp, names, strict=True))
     if size < 1 or interleave < 1 or not 0 <= rank < size:
         raise ValueError(
-            f"cp_size and cp_interleave must be at least 1, cp_rank 0 to cp_size - 1; got {size}, {interleave}, {rank}"
+            f"cp_size and cp_interleave must be at least 1, cp_rank 0 to cp_size - 1; "
+            f"got cp_size {size}, cp_rank {rank}, cp_interleave {interleave}"
         )
     for flags, name in ((sharded, "dcp_sharded"), (enabled, "slot_mapping_enabled")):
         if flags is not None and len(flags) != groups:

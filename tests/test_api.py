@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import cupy_staged
+from cupy_staged import device
 
 NAMES = [
     "BlockTables",
@@ -91,6 +92,21 @@ def test_host_objects_never_import_cupy():
     forced = python(code.format("", ""), CUPY_STAGED_DEVICE="host")
     for done in (named, forced):
         assert (done.stdout, done.stderr) == ("ndarray False\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [("CUPY_STAGED_DEVICE", "HOST", "'host' or unset"), ("CUPY_STAGED_UVA", "no", "'0' or '1' or unset")],
+)
+def test_an_unknown_setting_is_refused(monkeypatch, name, value, rule):
+    monkeypatch.setenv(name, value)
+    known = ("host",) if name == "CUPY_STAGED_DEVICE" else ("0", "1")
+    with pytest.raises(ValueError, match=f"{name} must be {rule}, got '{value}'"):
+        device.setting(name, *known)
+    if known == ("host",):
+        for make in (cupy_staged.uva_status, lambda: cupy_staged.UvaBuffer(4, "i4")):
+            with pytest.raises(ValueError, match=name):
+                make()
 
 
 def test_import_starts_no_thread_and_warns_of_nothing():

@@ -170,6 +170,12 @@ def test_bad_options_exit_2_with_one_line(monkeypatch, trace, options, parts):
     assert_one_line(run("replay", trace, *device, *options), 2, *parts)
 
 
+def test_an_unknown_setting_exits_2_with_one_line(monkeypatch, trace):
+    monkeypatch.setenv("CUPY_STAGED_DEVICE", "HOST")
+    for command in (("replay", trace), ("demo",), ("info",)):
+        assert_one_line(run(*command), 2, "CUPY_STAGED_DEVICE must be 'host' or unset, got 'HOST'")
+
+
 def test_bad_files_exit_2_with_one_line(tmp_path):
     assert_one_line(run("replay", str(tmp_path / "none.csv")), 2, "none.csv")
     assert_one_line(run("replay", str(tmp_path)), 2, "directory")

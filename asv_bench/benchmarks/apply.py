@@ -46,7 +46,7 @@ class OneWrite(OnDevice):
         def make(slots: int) -> common.Work:
             return common.one_write(values, target=where, contents=contents, slots=slots)
 
-        self.work = common.once(("one", values, target), lambda: make(2))
+        self.work = common.once(("one", values, target), lambda: common.warmed(make(2)))
         self.queued = common.once(("one queued", values, target), lambda: make(SLOTS))
 
     def time_synchronized(self, values: int, target: str) -> None:
@@ -75,7 +75,7 @@ class ManyWrites(OnDevice):
 
     def setup(self, writes: int) -> None:
         self.use_gpu()
-        self.work = common.once(("many", writes), lambda: common.many_writes(writes, order="shuffled"))
+        self.work = common.once(("many", writes), lambda: common.warmed(common.many_writes(writes, order="shuffled")))
         self.queued = common.once(
             ("many queued", writes), lambda: common.many_writes(writes, order="shuffled", slots=SLOTS)
         )

@@ -27,7 +27,8 @@ class Append:
     def setup(self, way: str, device: str) -> None:
         self.synchronize = synchronizer(device)
         self.work = common.once(
-            ("append", way, device), lambda: common.append_blocks(GROUPS, REQUESTS, way, device=device)
+            ("append", way, device),
+            lambda: common.warmed(common.append_blocks(GROUPS, REQUESTS, way, device=device)),
         )
 
     def time_synchronized(self, way: str, device: str) -> None:
@@ -51,7 +52,8 @@ class PrepareStep:
     def setup(self, inputs: str, device: str) -> None:
         self.synchronize = synchronizer(device)
         self.work = common.once(
-            ("prepare", inputs, device), lambda: common.prepare_step(GROUPS, REQUESTS, inputs, device=device)
+            ("prepare", inputs, device),
+            lambda: common.warmed(common.prepare_step(GROUPS, REQUESTS, inputs, device=device)),
         )
 
     def time_synchronized(self, inputs: str, device: str) -> None:

@@ -23,7 +23,7 @@ MOST_CORES = 64  # that are tried for the fastest
 @functools.cache
 def has_cuda() -> bool:
     """Whether there is a CUDA device to use; asked when a benchmark is set up, never at import."""
-    if os.environ.get("CUPY_STAGED_DEVICE") == "host":
+    if os.environ.get("CUPY_STAGED_DEVICE") == "host":  # as text: older commits have no function for it
         return False
     try:
         import cupy
@@ -98,6 +98,12 @@ def enqueue_us(work: Work, synchronize: Callable[[], Any], count: int = 200) -> 
         taken.append(now() - begun)
         synchronize()
     return float(np.median(taken)) / 1e3
+
+
+def warmed(work: Work) -> Work:
+    """Do it once: the first time loads compiled code, and a single sample would show that alone."""
+    work.both()
+    return work
 
 
 def nothing() -> None:

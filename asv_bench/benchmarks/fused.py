@@ -19,7 +19,7 @@ class Groups(OnDevice):
     def setup(self, groups: int, way: str) -> None:
         self.use_gpu()
         make = common.fused if way == "fused" else common.separate
-        self.work = common.once(("groups", groups, way), lambda: make(groups))
+        self.work = common.once(("groups", groups, way), lambda: common.warmed(make(groups)))
         self.queued = common.once(("groups queued", groups, way), lambda: make(groups, slots=SLOTS))
 
     def time_synchronized(self, groups: int, way: str) -> None:

@@ -12,7 +12,9 @@ class Staging:
     param_names = ("values", "form")
 
     def setup(self, values: int, form: str) -> None:
-        self.work = common.once(("staging", values, form), lambda: common.one_write(values, form, device="host"))
+        self.work = common.once(
+            ("staging", values, form), lambda: common.warmed(common.one_write(values, form, device="host"))
+        )
         self.calls = max(4096 // values, 1)
 
     def time_stage(self, values: int, form: str) -> None:
@@ -32,7 +34,9 @@ class Writes:
         order = way if way in ("shuffled", "overlapping") else "ascending"
         self.work = common.once(
             ("writes", writes, way),
-            lambda: common.many_writes(writes, "call" if way == "call" else "batch", order, device="host"),
+            lambda: common.warmed(
+                common.many_writes(writes, "call" if way == "call" else "batch", order, device="host")
+            ),
         )
 
     def time_stage_and_pack(self, writes: int, way: str) -> None:
