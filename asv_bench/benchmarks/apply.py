@@ -19,10 +19,11 @@ class OnDevice:
     queued: common.Work
 
     def use_gpu(self) -> None:
-        """Take the device, or say that there is none."""
+        """Take the device and a core, or say that there is no device."""
         self.gpu = common.require_cuda()
         self.stream = self.gpu.streams["non-blocking"]
         self.stream.use()
+        common.pick_core()
 
     def enqueue_us(self) -> float:
         """Return the host time of apply."""

@@ -10,10 +10,11 @@ GROUPS, REQUESTS = 8, 256
 
 
 def synchronizer(device: str) -> Any:
-    """Return what waits for the device; NotImplementedError where it is not there."""
-    if device == "host":
+    """Take a core and return what waits for the device; NotImplementedError where it is not there."""
+    stream = None if device == "host" else common.require_cuda().streams["non-blocking"]
+    common.pick_core()
+    if stream is None:
         return common.nothing
-    stream = common.require_cuda().streams["non-blocking"]
     stream.use()
     return stream.synchronize
 

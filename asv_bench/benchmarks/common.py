@@ -54,9 +54,10 @@ def usable_cores() -> list[int]:
 
 
 def pick_core() -> None:
-    """Stay on the core that is fastest at the moment: every round of a report begins with it, every setup ends with it.
+    """Stay on the core that is fastest at the moment: every round of a report begins with it, and most setups do.
 
-    On a shared machine a core is half as fast for as long as a neighbour uses its other half.
+    On a shared machine a core is half as fast for as long as a neighbour uses its other half. Not for what asks for the
+    longest of many times: a thread that may not move waits now and then.
     """
     if cores := usable_cores():
         os.sched_setaffinity(0, {min(cores[:MOST_CORES], key=_spin_ns)})
@@ -78,13 +79,9 @@ _made: dict[Any, Any] = {}
 
 
 def once(key: Any, make: Callable[[], Any]) -> Any:
-    """Return what `make` made the first time: asv runs setup around every execution, and allocation is not timed.
-
-    What setup does last: the timing that follows is done on the core that is fastest now.
-    """
+    """Return what `make` made the first time: asv runs setup around every execution, and allocation is not timed."""
     if key not in _made:
         _made[key] = make()
-    pick_core()
     return _made[key]
 
 

@@ -12,6 +12,7 @@ class Staging:
     param_names = ("values", "form")
 
     def setup(self, values: int, form: str) -> None:
+        common.pick_core()
         self.work = common.once(
             ("staging", values, form), lambda: common.warmed(common.one_write(values, form, device="host"))
         )
@@ -31,6 +32,7 @@ class Writes:
     param_names = ("writes", "way")
 
     def setup(self, writes: int, way: str) -> None:
+        common.pick_core()
         order = way if way in ("shuffled", "overlapping") else "ascending"
         self.work = common.once(
             ("writes", writes, way),
