@@ -21,9 +21,8 @@ from .packing import (
     RECORD_BYTES,
     ROW_OUTSIDE,
     START_OUTSIDE,
-    put_record,
 )
-from .raw import INT32S, INT64S, WORD, compile_for, copy, jit, load, load8, load32, store, store32
+from .raw import INT32S, INT64S, WORD, compile_for, copy, jit, load, load8, load32, put_four, store, store32
 
 # What `append` is told, int64 each: sizes, addresses of [groups, max_num_reqs] arrays, the batch, and scratch.
 A_GROUPS, A_MAX_REQS, A_LOG, A_MAX_FACTOR = 0, 1, 2, 3
@@ -192,7 +191,7 @@ def append(desc: int, num_writes: int) -> int:
                 continue
             if total > before:
                 store(stamp, epoch)
-                record = put_record(record, (g << 48) | row, start, (total - before) * factor, values + before * factor)
+                record = put_four(record, (g << 48) | row, start, (total - before) * factor, values + before * factor)
                 before = total
             if row >> CHUNK_BITS != chunk:
                 if chunk >= 0:
@@ -234,7 +233,7 @@ def _put_counts(
     if load(chunk) != epoch:
         store(chunk, epoch)
         store(chunk + 8, record - records)
-        record = put_record(record, group_and_row, low, 0, values + (low & (CHUNK - 1)))
+        record = put_four(record, group_and_row, low, 0, values + (low & (CHUNK - 1)))
         values += CHUNK
     at = records + load(chunk + 8)
     first, place = load(at + 8), load(at + 24)

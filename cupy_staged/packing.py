@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .raw import INT64S, WORD, compile_for, copy, jit, load, load32, store, store32
+from .raw import INT64S, WORD, compile_for, copy, jit, load, load32, put_four, store, store32
 
 # A write log's header, int64 each: counts, addresses, the counts that the last pack took, capacities, and whether any
 # two writes can overlap (a log that rules it out saves the packer a look).
@@ -147,23 +147,13 @@ def _resolve(desc: int, num_pieces: int) -> int:
                     if free and open_at < 0:
                         open_at = at + i
                     elif not free and open_at >= 0:
-                        last = _put_piece(last, group, open_at, at + i - open_at, values + (open_at - begin) * unit)
+                        last = put_four(last, group, open_at, at + i - open_at, values + (open_at - begin) * unit)
                         open_at = -1
             at += count
         if open_at >= 0:
-            last = _put_piece(last, group, open_at, end - open_at, values + (open_at - begin) * unit)
+            last = put_four(last, group, open_at, end - open_at, values + (open_at - begin) * unit)
     _move(pieces, out, last - out)
     return (last - out) // PIECE_BYTES
-
-
-@jit
-def _put_piece(piece: int, group: int, offset: int, units: int, values: int) -> int:
-    """Write one piece; returns where the next one goes."""
-    store(piece, group)
-    store(piece + 8, offset)
-    store(piece + 16, units)
-    store(piece + 24, values)
-    return piece + PIECE_BYTES
 
 
 @jit
@@ -243,7 +233,7 @@ def _gather(desc: int, base: int, limit: int, as_pieces: bool) -> int:
                     else:
                         store32(stamps + 4 * row, pack_number)
                 if as_pieces or units * unit > INLINE_BYTES:
-                    piece = _put_piece(piece, group, offset, units, source)
+                    piece = put_four(piece, group, offset, units, source)
                     num_runs += 1
                     blocks += ((offset & 63) + units + 63) >> 6
                 else:
@@ -486,21 +476,11 @@ def check_batch(
             return (LENGTHS_WRONG << 48) | np.int64(w)  # type: ignore[return-value]
         if start < 0 or start > row_length - (total - before):
             return (START_OUTSIDE << 48) | np.int64(w)  # type: ignore[return-value]
-        record = put_record(record, row, start, total - before, end + before)
+        record = put_four(record, row, start, total - before, end + before)
         before = total
     if before != num_contents:
         return (LENGTHS_WRONG << 48) | len(rows)
     return -1
-
-
-@jit
-def put_record(record: int, group_and_row: int, start: int, length: int, value: int) -> int:
-    """Write one record of a log; returns where the next one goes."""
-    store(record, group_and_row)
-    store(record + 8, start)
-    store(record + 16, length)
-    store(record + 24, value)
-    return record + RECORD_BYTES
 
 
 def compile_all() -> None:

@@ -75,6 +75,16 @@ def copy(_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+@jit
+def put_four(at: int, first: int, second: int, third: int, fourth: int) -> int:
+    """Store four words, as a record of a log or a piece of the packer's; returns where the next ones go."""
+    store(at, first)
+    store(at + 8, second)
+    store(at + 16, third)
+    store(at + 24, fourth)
+    return at + 32
+
+
 def compile_for(function: Any, *arguments: Any) -> None:
     """Compile `function` for these types, once, and let it compile for no others by itself."""
     with _compiling:  # another thread would switch compiling off meanwhile
