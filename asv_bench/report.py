@@ -361,7 +361,8 @@ def plot(data: dict[str, Any], out: Path) -> list[str]:
     labels = {"size": "int32 values in one write", "writes": "writes of one value", "groups": "groups, one write each"}
     names = []
     for curve, streams in curves.items():
-        figure, axes = pyplot.subplots(1, len(streams), figsize=(6 * len(streams), 4.5), sharey=True, squeeze=False)
+        size = (5.2 * len(streams) + 2.6, 4.5)
+        figure, axes = pyplot.subplots(1, len(streams), figsize=size, sharey=True, squeeze=False)
         for axis, (stream, points) in zip(axes[0], streams.items(), strict=True):
             arms = [arm for arm in next(iter(points.values())) if arm not in FLOORS]
             for color, arm in zip(("tab:blue", "tab:orange"), arms, strict=False):
@@ -378,7 +379,7 @@ def plot(data: dict[str, Any], out: Path) -> list[str]:
             axis.set(xscale="log" if log else "linear", yscale="log", xlabel=labels[curve], title=f"{stream} stream")
             axis.grid(alpha=0.3, which="both")
         axes[0][0].set_ylabel("µs (median)")
-        axes[0][-1].legend(fontsize=7)
+        axes[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
         figure.tight_layout()
         figure.savefig(out / f"{curve}.png", dpi=110)
         pyplot.close(figure)
