@@ -21,8 +21,9 @@ from .packing import (
     RECORD_BYTES,
     ROW_OUTSIDE,
     START_OUTSIDE,
+    wrong_total,
 )
-from .raw import INT32S, INT64S, WORD, compile_for, copy, jit, load, load8, load32, put_four, store, store32
+from .raw import INT32S, INT64S, WORD, compile_for, copy, jit, load, load8, load32, load_item, put_four, store, store32
 
 # What `append` is told, int64 each: sizes, addresses of [groups, max_num_reqs] arrays, the batch, and scratch.
 A_GROUPS, A_MAX_REQS, A_LOG, A_MAX_FACTOR = 0, 1, 2, 3
@@ -41,39 +42,15 @@ BLOCK_OVERFLOW, NO_ROOM = 4, 5
 
 
 @jit
-def _load_item(address: int, item_bytes: int) -> int:
-    """The int32 or int64 at `address`."""
-    return load(address) if item_bytes == 8 else load32(address)
-
-
-@jit
 def _any_id_outside(ids: int, ids_bytes: int, num_ids: int, factor: int) -> bool:
     """Whether a KV block id, expanded to `factor` kernel blocks, leaves int32."""
     if ids_bytes == 4 and factor == 1:
         return False
     for i in range(num_ids):
-        b = _load_item(ids + ids_bytes * i, ids_bytes)
+        b = load_item(ids + ids_bytes * i, ids_bytes)
         if b > (0x7FFFFFFF - (factor - 1)) // factor or b < -(0x80000000 // factor):
             return True
     return False
-
-
-@jit
-def _refused(desc: int, num_writes: int, bad: int) -> int:
-    """What `append` returns for `bad`: running totals that are wrong, in any group, come before all else."""
-    for g in range(load(desc + 8 * A_GROUPS)):
-        given = load(desc + 8 * A_INPUTS) + 8 * INPUT_FIELDS * g
-        totals, totals_bytes, before = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES), 0
-        num_ids, w = load(given + 8 * NUM_IDS), 0
-        while w < num_writes:
-            total = _load_item(totals + totals_bytes * w, totals_bytes)
-            if total < before or total > num_ids:
-                break
-            before, w = total, w + 1
-        if w < num_writes or before != num_ids:
-            store(desc + 8 * A_BAD_GROUP, g)
-            return (LENGTHS_WRONG << 48) | w
-    return bad
 
 
 @jit
@@ -100,8 +77,9 @@ def append_one(desc: int, row: int, overwrite: int) -> int:
 def append(desc: int, num_writes: int) -> int:
     """Stage new block ids of all groups for `num_writes` requests, and the counts that they lead to; all or nothing.
 
-    Returns -1, or `code << 48 | index of the first bad write`, with A_BAD_GROUP set. NO_ROOM asks for room in the log
-    for twice the (write, group) pairs and A_NEED_VALUES values, and for scratch.
+    Returns -1, or `code << 48 | index of the first bad write`, with A_BAD_GROUP set. NO_ROOM asks for scratch for each
+    (write, group) pair, and for room in the log for twice as many writes and A_NEED_VALUES values: for values only once
+    everything was found to be right.
     """
     groups, max_reqs, log = load(desc + 8 * A_GROUPS), load(desc + 8 * A_MAX_REQS), load(desc + 8 * A_LOG)
     counts, old = load(desc + 8 * A_COUNTS), load(desc + 8 * A_OLD)
@@ -112,37 +90,36 @@ def append(desc: int, num_writes: int) -> int:
 
     num_ids = 0
     for g in range(groups):
-        num_ids += load(inputs + 8 * (INPUT_FIELDS * g + NUM_IDS))
-    pairs = num_writes * groups
-    num_chunks = (max_reqs + CHUNK - 1) // CHUNK
-    store(desc + 8 * A_NEED_VALUES, num_ids * load(desc + 8 * A_MAX_FACTOR) + CHUNK * min(pairs, groups * num_chunks))
-    if (
+        given = inputs + 8 * INPUT_FIELDS * g
+        w = wrong_total(load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES), num_writes, load(given + 8 * NUM_IDS))
+        if w >= 0:
+            store(desc + 8 * A_BAD_GROUP, g)
+            return (LENGTHS_WRONG << 48) | w
+        num_ids += load(given + 8 * NUM_IDS)
+    pairs, num_chunks = num_writes * groups, (max_reqs + CHUNK - 1) // CHUNK
+    store(desc + 8 * A_NEED_VALUES, 0)
+    if pairs > load(desc + 8 * A_OLD_CAPACITY) or (
         load(log + 8 * LOG_WRITES) + 2 * pairs > load(log + 8 * LOG_MAX_WRITES)
-        or load(log + 8 * LOG_VALUES) + load(desc + 8 * A_NEED_VALUES) > load(log + 8 * LOG_MAX_VALUES)
-        or pairs > load(desc + 8 * A_OLD_CAPACITY)
     ):
-        return _refused(desc, num_writes, NO_ROOM << 48)
+        return NO_ROOM << 48
 
     # All checks, with the counts moving on (a row may come more than once) and the old ones noted.
     for w in range(num_writes):
         row = load(rows + 8 * w)
         if row < 0 or row >= max_reqs:
-            return _refused(desc, num_writes, (ROW_OUTSIDE << 48) | w)
-    done = old
+            return (ROW_OUTSIDE << 48) | w
+    done, bad = old, -1
     for g in range(groups):
+        store(desc + 8 * A_BAD_GROUP, g)
         given = inputs + 8 * INPUT_FIELDS * g
         totals, totals_bytes = load(given + 8 * TOTALS), load(given + 8 * TOTALS_BYTES)
         width, factor, counts_here, before = load(widths + 8 * g), load(factors + 8 * g), counts + 4 * max_reqs * g, 0
-        num_ids, bad = load(given + 8 * NUM_IDS), -1
-        if _any_id_outside(load(given + 8 * IDS), load(given + 8 * IDS_BYTES), num_ids, factor):
+        if _any_id_outside(load(given + 8 * IDS), load(given + 8 * IDS_BYTES), load(given + 8 * NUM_IDS), factor):
             bad = (BLOCK_OVERFLOW << 48) | num_writes
         else:
             for w in range(num_writes):
                 count = counts_here + 4 * load(rows + 8 * w)
-                total = _load_item(totals + totals_bytes * w, totals_bytes)
-                if total < before or total > num_ids:
-                    bad = LENGTHS_WRONG << 48
-                    break
+                total = load_item(totals + totals_bytes * w, totals_bytes)
                 had = load32(count)
                 has = (total - before) * factor
                 if load8(overwrites + overwrite_step * w) == 0:
@@ -153,16 +130,19 @@ def append(desc: int, num_writes: int) -> int:
                 store(done, had)
                 store32(count, has)
                 done, before = done + 8, total
-            if bad < 0 and before != num_ids:
-                bad = LENGTHS_WRONG << 48
         if bad >= 0:
-            store(desc + 8 * A_BAD_GROUP, g)
-            while done > old:
-                done -= 8
-                w = (done - old) // 8
-                row = load(rows + 8 * (w % num_writes))
-                store32(counts + 4 * (max_reqs * (w // num_writes) + row), load(done))
-            return _refused(desc, num_writes, bad)
+            break
+    need = num_ids * load(desc + 8 * A_MAX_FACTOR) + CHUNK * min(pairs, groups * num_chunks)
+    if bad < 0 and load(log + 8 * LOG_VALUES) + need > load(log + 8 * LOG_MAX_VALUES):
+        store(desc + 8 * A_NEED_VALUES, need)
+        bad = NO_ROOM << 48
+    if bad >= 0:
+        while done > old:
+            done -= 8
+            w = (done - old) // 8
+            row = load(rows + 8 * (w % num_writes))
+            store32(counts + 4 * (max_reqs * (w // num_writes) + row), load(done))
+        return bad
 
     # Then the records: nothing can go wrong any more.
     if load(log + 8 * LOG_WRITES) == 0:
@@ -180,7 +160,7 @@ def append(desc: int, num_writes: int) -> int:
         num_ids, before, chunk, low, high = load(given + 8 * NUM_IDS), 0, -1, 0, 0
         counts_at = values + num_ids * factor  # behind the ids
         for w in range(num_writes):
-            total = _load_item(totals + totals_bytes * w, totals_bytes)
+            total = load_item(totals + totals_bytes * w, totals_bytes)
             row, start = load(rows + 8 * w), load(old_here + 8 * w)
             stamp = stamps_here + 8 * row
             if load8(overwrites + overwrite_step * w) != 0:
@@ -258,7 +238,7 @@ def _expand_ids(to: int, ids: int, ids_bytes: int, num_ids: int, factor: int) ->
         copy(to, ids, 4 * num_ids)
         return
     for i in range(num_ids):
-        first = _load_item(ids + ids_bytes * i, ids_bytes) * factor
+        first = load_item(ids + ids_bytes * i, ids_bytes) * factor
         for k in range(factor):
             store32(to, first + k)
             to += 4

@@ -111,12 +111,11 @@ class BlockLog:
         if not 0 <= row < self.max_num_reqs:
             self._refuse_row(row)
         bad = append_packing.append_one(self._address, row, 1 if overwrite else 0)
-        if bad >= 0:
-            if bad >> 48 == append_packing.NO_ROOM:
-                self._make_room(1)
-                bad = append_packing.append_one(self._address, row, 1 if overwrite else 0)
-            if bad >= 0:
+        while bad >= 0:
+            if bad >> 48 != append_packing.NO_ROOM:
                 self._refuse(bad, [row])
+            self._make_room(1)
+            bad = append_packing.append_one(self._address, row, 1 if overwrite else 0)
 
     def append_batch(self, req_indices: Any, new_block_ids: Any, cu_num_blocks: Any, overwrite: Any) -> None:
         """Stage the ids of many requests: an array of ids and one of running totals a group."""
@@ -149,7 +148,7 @@ class BlockLog:
             append_packing.append_batch if self.num_groups <= append_packing.MAX_TUPLE else self._append_many_groups
         )
         bad = append_batch(self._address, rows, ids, totals)
-        if bad != -1 and bad >> 48 == append_packing.NO_ROOM:
+        while bad >= 0 and bad >> 48 == append_packing.NO_ROOM:
             self._make_room(len(rows))
             bad = append_batch(self._address, rows, ids, totals)
         if bad < -1:

@@ -137,7 +137,7 @@ class WriteLog:
             )
         values = convert(contents, self.dtype)
         at, end = self.at, self.end
-        self.reserve(at // packing.RECORD_BYTES + len(rows), end + len(values))
+        self.reserve(at // packing.RECORD_BYTES + len(rows), 0)
         bad = packing.check_batch(
             self.header[packing.LOG_RECORDS] + at,
             end,
@@ -157,6 +157,7 @@ class WriteLog:
                     f"got {cu_lens[w] if w < len(rows) else before} after {before} at write {w}"
                 )
             refuse(int(rows[w]), int(starts[w]), int(cu_lens[w]) - before, num_rows, row_length, f"write {w}: ")
+        self.reserve(0, end + len(values))  # not before: a refused batch takes no memory for its values
         self.put_values(values, end)
         if self.at != at or self.end != end:
             self.torn = True

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .raw import INT64S, WORD, compile_for, copy, jit, load, load32, put_four, store, store32
+from .raw import INT64S, WORD, compile_for, copy, jit, load, load32, load_item, put_four, store, store32
 
 # A write log's header, int64 each: counts, addresses, the counts that the last pack took, capacities, and whether any
 # two writes can overlap (a log that rules it out saves the packer a look).
@@ -300,6 +300,18 @@ def _direct_source(desc: int, piece: int) -> int:
 
 
 @jit
+def _any_values(desc: int) -> bool:
+    """Whether any log has a write of at least one value."""
+    logs = load(desc + 8 * LOGS)
+    for i in range(load(desc + 8 * NUM_LOGS)):
+        log = load(logs + 16 * i)
+        for w in range(load(log + 8 * LOG_WRITES)):
+            if load(load(log + 8 * LOG_RECORDS) + RECORD_BYTES * w + 16) != 0:
+                return True
+    return False
+
+
+@jit
 def pack(desc: int) -> int:
     """Lay all staged writes out in the next slot; returns the number of the launcher to call, or a code below 0.
 
@@ -317,7 +329,7 @@ def pack(desc: int) -> int:
         return GROW_PIECES
     slot = load(desc + 8 * NEXT_SLOT)
     state = desc + 8 * (SLOTS + SLOT_FIELDS * slot)
-    if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE):
+    if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE) and _any_values(desc):
         return BUSY
     unit, pieces = load(desc + 8 * UNIT), load(desc + 8 * PIECES)
     base, capacity = load(state + 8 * SLOT_ADDRESS), load(state + 8 * SLOT_CAPACITY)
@@ -460,6 +472,18 @@ ROW_OUTSIDE, START_OUTSIDE, LENGTHS_WRONG = 1, 2, 3
 
 
 @jit
+def wrong_total(totals: int, item_bytes: int, num_writes: int, num_values: int) -> int:
+    """-1 where inclusive running totals rise to `num_values`; else which one is wrong first, or their number."""
+    before = 0
+    for w in range(num_writes):
+        total = load_item(totals + item_bytes * w, item_bytes)
+        if total < before or total > num_values:
+            return w
+        before = total
+    return -1 if before == num_values else num_writes
+
+
+@jit
 def check_batch(
     record: int, end: int, rows: Any, starts: Any, cu_lens: Any, num_contents: int, num_rows: int, row_length: int
 ) -> int:
@@ -467,19 +491,17 @@ def check_batch(
 
     Returns -1, or `code << 48 | index of the first bad write`. `rows`, `starts`, `cu_lens` are ``[n] int64`` arrays.
     """
-    before = 0
+    wrong, before = wrong_total(cu_lens.ctypes.data, 8, len(rows), num_contents), 0
+    if wrong >= 0:
+        return (LENGTHS_WRONG << 48) | wrong
     for w in range(np.uint64(len(rows))):  # unsigned: no look for negative indices
         row, start, total = rows[w], starts[w], cu_lens[w]
         if row < 0 or row >= num_rows:
             return (ROW_OUTSIDE << 48) | np.int64(w)  # type: ignore[return-value]
-        if total < before or total > num_contents:
-            return (LENGTHS_WRONG << 48) | np.int64(w)  # type: ignore[return-value]
         if start < 0 or start > row_length - (total - before):
             return (START_OUTSIDE << 48) | np.int64(w)  # type: ignore[return-value]
         record = put_four(record, row, start, total - before, end + before)
         before = total
-    if before != num_contents:
-        return (LENGTHS_WRONG << 48) | len(rows)
     return -1
 
 

@@ -63,6 +63,12 @@ load, load32, load8 = _loader(64), _loader(32), _loader(8)
 store, store32 = _storer(64), _storer(32)
 
 
+@jit
+def load_item(address: int, item_bytes: int) -> int:
+    """The int32 or int64 at `address`."""
+    return load(address) if item_bytes == 8 else load32(address)
+
+
 @intrinsic
 def copy(_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
     """Copy `num_bytes` from `source` to `to`; they do not overlap."""

@@ -50,7 +50,6 @@ class StepPath:
         self._path = path
         self._kept = kept
         self._class: Any = np.ndarray if backend.id is None else backend.cupy.ndarray
-        self._device_id = backend.id
         num_slots = SLOTS_A_CALL * path.stats.slots
         self._fences = ring.FenceWords(backend, num_slots, self.stats)
         self._done = self._fences.words
@@ -254,7 +253,7 @@ class StepPath:
         """Address and length of a device array, checked."""
         if type(array) is self._class and array.dtype is dtype and array.ndim == 1 and array._c_contiguous:
             data = array.data
-            if data.device_id == self._device_id:
+            if data.device_id == self.backend.id:
                 return data.ptr, array.size
         address = self.backend.check_array(array, name)
         _check_layout(array, dtype, name)

@@ -250,12 +250,22 @@ def test_a_bad_batch_stages_nothing_in_any_group(place, args, error, message):
     check(place, tables, model)
 
 
-def test_a_refused_batch_reserves_nothing(host):
+@pytest.mark.parametrize(("totals", "error"), [([1], ValueError), ([1_000_000], IndexError)])
+def test_a_refused_batch_reserves_nothing(host, totals, error):
     tables = host.make(BlockTables, [64], 4, 64, [8], kernel_block_sizes=[4])
     before = tables._staged.log.max_end
-    with pytest.raises(ValueError, match="= 1000000"):
-        tables.append_block_ids_batch([0], [np.zeros(1_000_000, np.int32)], [[1]], True)
+    with pytest.raises(error):
+        tables.append_block_ids_batch([0], [np.zeros(1_000_000, np.int32)], [totals], True)
     assert tables._staged.log.max_end == before
+
+
+def test_more_writes_and_values_than_there_is_room_for_at_once(host):
+    tables, model = make(host, [16], 2, [5000])
+    rows, ids = np.zeros(3000, np.int64), [np.arange(3000, dtype=np.int32)]
+    tables.append_block_ids_batch(rows, ids, [np.arange(1, 3001)], False)
+    model.append_block_ids_batch(rows, ids, [np.arange(1, 3001)], False)
+    apply(tables, model)
+    check(host, tables, model)
 
 
 def test_an_iterable_of_ids_that_raises_stages_nothing(place):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from common import distinct_values
 
-from cupy_staged import FusedStagedWriter, StagedWriteTensor
+from cupy_staged import FusedStagedWriter, StagedWriteTensor, packing
 from cupy_staged.testing import TableModel, assert_tables_equal
 
 
@@ -139,3 +139,18 @@ def test_twenty_thousand_overlapping_writes_on_one_row(host):
         assert_tables_equal(tensor.gpu[0], want)
         tensor.gpu[...] = 0
     assert min(took) < 0.25
+
+
+def test_the_table_has_room_for_the_pieces_of_a_log_that_rules_overlaps_out(host):
+    """All pieces go through the hash table, those of its neighbour's log too."""
+    tables = [host.make(StagedWriteTensor, (100, 64), "i4") for _ in range(2)]
+    writer = host.fuse(FusedStagedWriter, tables)
+    tables[0]._log.header[packing.LOG_MAY_OVERLAP] = 0
+    for row in range(100):
+        tables[0].stage_write(row, 0, [row, row])
+    for start in (5, 4):
+        tables[1].stage_write(0, start, [start, start])
+    writer.apply()
+    assert writer._path._words[packing.NUM_BLOCKS] >= 102
+    assert tables[0].gpu[:, :2].tolist() == [[row, row] for row in range(100)]
+    assert tables[1].gpu[0, 4:7].tolist() == [4, 4, 5]

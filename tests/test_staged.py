@@ -243,6 +243,16 @@ def test_nothing_staged_launches_nothing(place):
     assert (tensor.stats.launches, tensor.stats.values, copies) == (0, 0, [])
 
 
+def test_an_apply_without_a_value_does_not_wait(host):
+    tensor = host.make(StagedWriteTensor, (2, 4), "i4", max_concurrency=1)
+    tensor.stage_write(0, 0, [1, 2])
+    tensor.apply_write()
+    tensor._path._done[0] -= 1  # as if the slot were still being read
+    tensor.stage_write(0, 0, [])
+    tensor.apply_write()
+    assert (tensor.num_staged, tensor.stats.launches, tensor.stats.waits) == (0, 1, 0)
+
+
 def test_clear_forgets_what_is_staged(place):
     tensor = place.make(StagedWriteTensor, (2, 4), "i4")
     tensor.stage_write(0, 0, [1, 2, 3, 4])
@@ -319,6 +329,12 @@ BAD_BATCHES = [
     (([0, 1], [0, 3], [1, 2, 3], [1, 3]), IndexError, r"write 1: start 3 \+ length 2 exceeds row length 4 \(row 1"),
     (([0, 1], [0, -1], [1, 2], [1, 2]), IndexError, r"write 1: start -1 is negative"),
     (([0, 1], [0, 0], [1, 2], [2, 1]), ValueError, r"cu_lens.*write 1"),
+    (
+        ([0, 1, 0], [0, 0, 0], [1] * 9, [8, 5, 9]),
+        ValueError,
+        r"cu_lens.*got 5 after 8 at write 1",
+    ),  # and 8 are too many
+    (([0, 9], [0, 0], [1, 2], [1, 1]), ValueError, r"cu_lens must rise to len\(contents\) = 2"),
     (([0, 1], [0, 0], [1, 2], [-1, 2]), ValueError, r"cu_lens.*write 0"),
     (([0, 1], [0, 0], [1, 2, 3], [1, 2]), ValueError, r"cu_lens must rise to len\(contents\) = 3"),
     (([0, 1], [0, 0], [1], [1, 2]), ValueError, r"cu_lens must rise to len\(contents\) = 1"),
