@@ -1,13 +1,13 @@
-"""Run CUDA tests for compute-sanitizer: a short selection, or a part of all of them.
+"""Run CUDA tests for compute-sanitizer: a short selection, or a part of most of them.
 
 `make sanitize`, or
 
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python tests/sanitize.py [PART/PARTS]
 
 Every allocation is one of its own, since CuPy's pools would hide a step over its end. After CUPY_STAGED_SANITIZE
-seconds (80) no further test starts. With PART/PARTS (as 0/16) it is that share of all tests of a non-blocking stream,
-for many processes side by side. No kernel uses shared memory, so there is nothing for racecheck; slot races are what
-the twins show.
+seconds (80) no further test starts. With PART/PARTS (as 0/16) it is that share of the tests of a non-blocking stream
+(see UNFIT for those left out), for many processes side by side. No kernel uses shared memory, so there is nothing for
+racecheck; slot races are what the twins show.
 """
 
 import os
