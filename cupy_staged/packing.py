@@ -300,18 +300,6 @@ def _direct_source(desc: int, piece: int) -> int:
 
 
 @jit
-def _any_values(desc: int) -> bool:
-    """Whether any log has a write of at least one value."""
-    logs = load(desc + 8 * LOGS)
-    for i in range(load(desc + 8 * NUM_LOGS)):
-        log = load(logs + 16 * i)
-        for w in range(load(log + 8 * LOG_WRITES)):
-            if load(load(log + 8 * LOG_RECORDS) + RECORD_BYTES * w + 16) != 0:
-                return True
-    return False
-
-
-@jit
 def pack(desc: int) -> int:
     """Lay all staged writes out in the next slot; returns the number of the launcher to call, or a code below 0.
 
@@ -329,7 +317,7 @@ def pack(desc: int) -> int:
         return GROW_PIECES
     slot = load(desc + 8 * NEXT_SLOT)
     state = desc + 8 * (SLOTS + SLOT_FIELDS * slot)
-    if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE) and _any_values(desc):
+    if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE):
         return BUSY
     unit, pieces = load(desc + 8 * UNIT), load(desc + 8 * PIECES)
     base, capacity = load(state + 8 * SLOT_ADDRESS), load(state + 8 * SLOT_CAPACITY)

@@ -243,16 +243,6 @@ def test_nothing_staged_launches_nothing(place):
     assert (tensor.stats.launches, tensor.stats.values, copies) == (0, 0, [])
 
 
-def test_an_apply_without_a_value_does_not_wait(host):
-    tensor = host.make(StagedWriteTensor, (2, 4), "i4", max_concurrency=1)
-    tensor.stage_write(0, 0, [1, 2])
-    tensor.apply_write()
-    tensor._path._done[0] -= 1  # as if the slot were still being read
-    tensor.stage_write(0, 0, [])
-    tensor.apply_write()
-    assert (tensor.num_staged, tensor.stats.launches, tensor.stats.waits) == (0, 1, 0)
-
-
 def test_clear_forgets_what_is_staged(place):
     tensor = place.make(StagedWriteTensor, (2, 4), "i4")
     tensor.stage_write(0, 0, [1, 2, 3, 4])
