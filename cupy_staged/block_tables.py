@@ -177,7 +177,8 @@ class BlockTables(step_inputs.StepInputs):
         self.num_blocks = BlockCounts(self._staged.counts, counts)
         tables = [table._table for table in self.block_tables]
         row_bytes = 4 * self.max_num_reqs
-        tables.append(writes.Table(self.backend.check_array(counts, "counts"), row_bytes, counts, groups, row_bytes))
+        address = self.backend.check_array(counts, "counts")
+        tables.append(writes.Table(address, row_bytes, counts, groups, row_bytes, 4))
         self._path = writes.WritePath(
             self.backend, INT32, [(self._staged.log, 0)], tables, groups > 1, max_concurrency, writes.AUTO_COPIES
         )

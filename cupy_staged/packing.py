@@ -33,14 +33,18 @@ NUM_VALUES, PACK_NUMBER = 22, 23  # scratch: values that the logs hold; packs so
 # how far the device's addresses lie from the host's; and whether this pack had a write long enough for that.
 DIRECT, HAD_LONG = 24, 25
 LAST_BYTES = 26  # what the last pack added to TOTAL_BYTES
-# Scratch: cells laid; long writes; 64-unit blocks that the pieces touch where writes may overlap, else 0.
-NUM_CELLS, NUM_RUNS, NUM_BLOCKS = 27, 28, 29
-SLOTS, SLOT_FIELDS = 30, 4
+NUM_CELLS, NUM_RUNS, NUM_BLOCKS = 27, 28, 29  # scratch: cells laid; pieces; 64-unit blocks that the pieces touch
+FOUND = 30  # what the last pack found of overlaps, and where the next one begins to look for them
+SLOTS, SLOT_FIELDS = 31, 4
 SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
 
-# A group: units between rows, base address, end of its last write (scratch), and where the number of the last pack that
-# wrote to a row stands, int32 a row (0: nowhere, the table has too many rows).
-GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_STAMPS, GROUP_FIELDS = 0, 1, 2, 3, 4
+# No two writes can overlap; rows come twice in no order; cells come twice, or cannot be looked at.
+APART, ROWS_TWICE, CELLS_TWICE = 0, 1, 2
+
+# A group: units between rows, base address, end of its last write (scratch), and the addresses of two notes of what a
+# pack has written (0: the table is too large): its number, int32 a row; and an int64 for each 32 units, with its number
+# in the upper half and a bit a unit in the lower.
+GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_STAMPS, GROUP_SEEN, GROUP_FIELDS = 0, 1, 2, 3, 4, 5
 
 # What `pack` returns when it is not the number of a launcher.
 NOTHING, GROW_SLOT, GROW_TABLE, GROW_PIECES, TORN, BUSY = -1, -2, -3, -4, -5, -6
@@ -92,26 +96,12 @@ def _bits(first: int, count: int) -> int:
 
 
 @jit
-def _any_overlap(desc: int, num_pieces: int) -> bool:
-    """Whether two pieces share a cell: one bit a cell, 64 cells an entry. The table is large enough."""
-    table, capacity, pieces = load(desc + 8 * TABLE), load(desc + 8 * TABLE_CAPACITY), load(desc + 8 * PIECES)
-    epoch = _next_epoch(desc)
-    for p in range(num_pieces):
-        piece = pieces + PIECE_BYTES * p
-        key = (epoch << 54) | (load(piece) << 42)
-        at = load(piece + 8)
-        end = at + load(piece + 16)
-        while at < end:
-            first = at & 63
-            count = min(64 - first, end - at)
-            bits = _bits(first, count)
-            entry = _entry(table, capacity, key | (at >> 6))
-            seen = load(entry + 8)
-            if seen & bits:
-                return True
-            store(entry + 8, seen | bits)
-            at += count
-    return False
+def _meet(entry: int, tag: int, cells: int) -> int:
+    """Note in an entry of `GROUP_SEEN` that these of its cells are written; returns those that this pack had noted."""
+    before = load(entry) ^ tag
+    before &= -np.int64(before >> 32 == 0)  # no branch: it would be taken at random
+    store(entry, tag | before | (cells & 0xFFFFFFFF))
+    return before & cells
 
 
 @jit
@@ -183,13 +173,13 @@ def _put_cells(base: int, limit: int, at: int, where: int, values: int, units: i
 
 
 @jit
-def _gather(desc: int, base: int, limit: int, as_pieces: bool) -> int:
+def _gather(desc: int, base: int, limit: int, look: int) -> int:
     """Take up the writes of all logs; returns the number of pieces, or TORN.
 
-    Short ones are laid into the slot at `base`, long ones become pieces; with `as_pieces` all do. NUM_CELLS and
-    NUM_RUNS get the number of cells laid and of pieces. Notes on the way whether the writes of each group come in
-    ascending order, or none of its rows comes twice: then none can overlap, else NUM_BLOCKS gets an upper bound of the
-    64-unit blocks that the pieces touch, at least 1.
+    Short ones are laid into the slot at `base`, long ones become pieces; looking for CELLS_TWICE, all do. NUM_CELLS and
+    NUM_RUNS get the number of cells laid and of pieces. FOUND gets APART where the writes of each group come in
+    ascending order, or none of its rows comes twice, else ROWS_TWICE; looking for that or more, cells are noted instead
+    of rows, and it gets CELLS_TWICE where one was noted already.
     """
     unit, scale = load(desc + 8 * UNIT), load(desc + 8 * SCALE)
     logs, groups = load(desc + 8 * LOGS), load(desc + 8 * GROUPS)
@@ -199,12 +189,12 @@ def _gather(desc: int, base: int, limit: int, as_pieces: bool) -> int:
     pieces, pack_number = load(desc + 8 * PIECES), (load(desc + 8 * PACK_NUMBER) + 1) & 0x7FFFFFFF
     store(desc + 8 * PACK_NUMBER, pack_number)
     piece, cell, per_cell = pieces, base, 8 // unit
-    num_cells, num_runs, blocks, num_values, ascending, once = 0, 0, 0, 0, True, True
+    num_cells, num_runs, blocks, num_values, ascending, met = 0, 0, 0, 0, True, 0
     for i in range(load(desc + 8 * NUM_LOGS)):
         log, first_group = load(logs + 16 * i), load(logs + 16 * i + 8)
         record, values = load(log + 8 * LOG_RECORDS), load(log + 8 * LOG_CONTENTS)
         may_overlap, num_contents = load(log + 8 * LOG_MAY_OVERLAP) != 0, load(log + 8 * LOG_VALUES)
-        facts, stride, stamps, of_group = 0, 0, 0, -1  # of the group at hand
+        facts, stride, stamps, seen, of_group = 0, 0, 0, 0, -1  # of the group at hand
         for _ in range(load(log + 8 * LOG_WRITES)):
             length = load(record + 16)
             if length != 0:
@@ -221,18 +211,29 @@ def _gather(desc: int, base: int, limit: int, as_pieces: bool) -> int:
                 group = (row >> 48) + first_group
                 if group != of_group:
                     facts, of_group = groups + 8 * GROUP_FIELDS * group, group
-                    stride, stamps = load(facts + 8 * GROUP_STRIDE), load(facts + 8 * GROUP_STAMPS)
+                    stride = load(facts + 8 * GROUP_STRIDE)
+                    stamps, seen = load(facts + 8 * GROUP_STAMPS), load(facts + 8 * GROUP_SEEN)
                 row &= ROW_MASK
                 offset = row * stride + load(record + 8) * scale
                 if may_overlap:
                     if offset < load(facts + 8 * GROUP_END):
                         ascending = False
                     store(facts + 8 * GROUP_END, offset + units)
-                    if stamps == 0 or load32(stamps + 4 * row) == pack_number:
-                        once = False
+                    if look > APART:
+                        if seen == 0:
+                            met = 1
+                        entry, first, left = seen + 8 * (offset >> 5), offset & 31, units
+                        while met == 0:
+                            met = _meet(entry, pack_number << 32, ((1 << min(left, 32)) - 1) << first)
+                            left -= 32 - first
+                            if left <= 0:
+                                break
+                            entry, first = entry + 8, 0
+                    elif stamps == 0 or load32(stamps + 4 * row) == pack_number:
+                        met = 1
                     else:
                         store32(stamps + 4 * row, pack_number)
-                if as_pieces or units * unit > INLINE_BYTES:
+                if look == CELLS_TWICE or units * unit > INLINE_BYTES:
                     piece = put_four(piece, group, offset, units, source)
                     num_runs += 1
                     blocks += ((offset & 63) + units + 63) >> 6
@@ -243,7 +244,11 @@ def _gather(desc: int, base: int, limit: int, as_pieces: bool) -> int:
     store(desc + 8 * NUM_CELLS, num_cells)
     store(desc + 8 * NUM_RUNS, num_runs)
     store(desc + 8 * NUM_VALUES, num_values)
-    store(desc + 8 * NUM_BLOCKS, 0 if ascending or once else max(blocks, 1))
+    store(desc + 8 * NUM_BLOCKS, blocks)
+    if ascending or (look == APART and met == 0):
+        store(desc + 8 * FOUND, APART)
+    else:
+        store(desc + 8 * FOUND, ROWS_TWICE if look == APART or met == 0 else CELLS_TWICE)
     return (piece - pieces) // PIECE_BYTES
 
 
@@ -263,6 +268,20 @@ def _lay_pieces(desc: int, base: int, limit: int, num_pieces: int) -> None:
             num_runs += 1
     store(desc + 8 * NUM_CELLS, num_cells)
     store(desc + 8 * NUM_RUNS, num_runs)
+
+
+@jit
+def _any_values(desc: int) -> bool:
+    """Whether any write has a value."""
+    logs = load(desc + 8 * LOGS)
+    for i in range(load(desc + 8 * NUM_LOGS)):
+        log = load(logs + 16 * i)
+        record = load(log + 8 * LOG_RECORDS)
+        for _ in range(load(log + 8 * LOG_WRITES)):
+            if load(record + 16) != 0:
+                return True
+            record += RECORD_BYTES
+    return False
 
 
 @jit
@@ -317,26 +336,28 @@ def pack(desc: int) -> int:
         return GROW_PIECES
     slot = load(desc + 8 * NEXT_SLOT)
     state = desc + 8 * (SLOTS + SLOT_FIELDS * slot)
-    if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE):
+    if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE) and _any_values(desc):
         return BUSY
     unit, pieces = load(desc + 8 * UNIT), load(desc + 8 * PIECES)
     base, capacity = load(state + 8 * SLOT_ADDRESS), load(state + 8 * SLOT_CAPACITY)
 
-    # Short writes: values in their cells, lines filled to the last. What may overlap becomes pieces first, and all are
-    # taken up again then; where the last pack met such writes, all become pieces at once.
-    as_pieces = load(desc + 8 * NUM_BLOCKS) > 0
-    num_pieces = _gather(desc, base, base + capacity, as_pieces)
-    if num_pieces >= 0 and not as_pieces and load(desc + 8 * NUM_BLOCKS) > 0:
-        as_pieces = True
-        num_pieces = _gather(desc, base, base + capacity, True)
-    if num_pieces < 0:
-        return num_pieces
-    if as_pieces:
-        needed = 2 * load(desc + 8 * NUM_BLOCKS)
-        if needed > load(desc + 8 * TABLE_CAPACITY):
-            store(desc + 8 * NEED, needed)
-            return GROW_TABLE
-        if needed > 0 and _any_overlap(desc, num_pieces):
+    # Short writes: values in their cells, lines filled to the last. Where rows come twice in no order, all are gone
+    # through again to look at each cell, and where cells do, once more to cut them. The next pack begins there, so that
+    # it goes through them once; the cheapest way is tried again now and then.
+    found = load(desc + 8 * FOUND) if load(desc + 8 * PACK_NUMBER) & 63 else APART
+    look, num_pieces = -1, 0
+    while found > look:
+        look = found
+        num_pieces = _gather(desc, base, base + capacity, look)
+        if num_pieces < 0:
+            return num_pieces
+        found = load(desc + 8 * FOUND)
+    if look == CELLS_TWICE:
+        if found == CELLS_TWICE:
+            needed = 2 * load(desc + 8 * NUM_BLOCKS)
+            if needed > load(desc + 8 * TABLE_CAPACITY):
+                store(desc + 8 * NEED, needed)
+                return GROW_TABLE
             num_pieces = _resolve(desc, num_pieces)
         _lay_pieces(desc, base, base + capacity, num_pieces)
     num_cells, num_runs = load(desc + 8 * NUM_CELLS), load(desc + 8 * NUM_RUNS)

@@ -137,9 +137,10 @@ class StagedWriteTensor:
         stride = array.strides[0] if self.num_rows > 1 and array.size > 0 else row_bytes
         if stride < row_bytes:
             raise ValueError(f"target's rows overlap or run backwards: stride {stride} bytes, a row has {row_bytes}")
-        if address % min(self.dtype.itemsize, 8) or stride % min(self.dtype.itemsize, 8):
+        unit = min(self.dtype.itemsize, 8)
+        if address % unit or stride % unit:
             raise ValueError(f"target at {address:#x} with row stride {stride} is not aligned to its items")
-        return writes.Table(address, stride, array, self.num_rows, row_bytes)
+        return writes.Table(address, stride, array, self.num_rows, row_bytes, unit)
 
     @property
     def num_staged(self) -> int:

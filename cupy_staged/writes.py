@@ -21,7 +21,8 @@ from .log import NEVER, SLACK, Contents, WriteLog, torn_error
 
 AUTO_COPIES = False  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
 FIRST_SLOT_BYTES = 1 << 15
-MAX_STAMPED_ROWS = 1 << 20  # 4 MiB of host memory
+# Host memory for the packer's notes, 4 and 64 MiB at most; the system gives it where it is touched.
+MAX_NOTED_ROWS, MAX_NOTED_UNITS = 1 << 20, 1 << 28
 
 
 def no_launch(_stream: int) -> None:
@@ -32,18 +33,20 @@ def no_launch(_stream: int) -> None:
 class Table:
     """Where the writes of one group go.
 
-    `address` is the base in bytes on the device, `stride` the bytes from row to row, `kept` what keeps it alive,
-    `stamps` the packer's note of rows that it met (None for a table of too many rows, whose batches take longer to
-    check).
+    `address` is the base in bytes on the device, `stride` the bytes from row to row, `kept` what keeps it alive, `unit`
+    the bytes of a unit; `stamps` and `seen` are the packer's notes of rows and cells that it met (empty where the table
+    is too large, whose batches take longer to check then).
     """
 
-    def __init__(self, address: int, stride: int, kept: Any, num_rows: int = 0, row_bytes: int = 0) -> None:
+    def __init__(self, address: int, stride: int, kept: Any, num_rows: int, row_bytes: int, unit: int) -> None:
         self.address = address
         self.stride = stride
         self.kept = kept
         self.num_rows = num_rows
         self.row_bytes = row_bytes
-        self.stamps = np.zeros(num_rows, np.int32) if 0 < num_rows <= MAX_STAMPED_ROWS else None
+        num_units = num_rows * stride // unit
+        self.stamps = np.zeros(num_rows if num_rows <= MAX_NOTED_ROWS else 0, np.int32)
+        self.seen = np.zeros((num_units + 31) // 32 if num_units <= MAX_NOTED_UNITS else 0, np.int64)
 
     def shares_memory(self, other: Table) -> bool:
         """Whether two tables may have a cell in common; column slices of one array do not."""
@@ -304,7 +307,8 @@ class WritePath:
                 )
             self._groups[group, packing.GROUP_STRIDE] = table.stride // self._unit
             self._groups[group, packing.GROUP_BASE] = table.address
-            self._groups[group, packing.GROUP_STAMPS] = 0 if table.stamps is None else table.stamps.ctypes.data
+            self._groups[group, packing.GROUP_STAMPS] = table.stamps.ctypes.data if len(table.stamps) > 0 else 0
+            self._groups[group, packing.GROUP_SEEN] = table.seen.ctypes.data if len(table.seen) > 0 else 0
             self.targets.facts[:, group] = table.address, table.stride
 
     def _make_room(self, what: int, slot: int, needed: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from common import distinct_values
 
-from cupy_staged import FusedStagedWriter, StagedWriteTensor, packing
+from cupy_staged import FusedStagedWriter, StagedWriteTensor, packing, writes
 from cupy_staged.testing import TableModel, assert_tables_equal
 
 
@@ -154,3 +154,92 @@ def test_the_table_has_room_for_the_pieces_of_a_log_that_rules_overlaps_out(host
     assert writer._path._words[packing.NUM_BLOCKS] >= 102
     assert tables[0].gpu[:, :2].tolist() == [[row, row] for row in range(100)]
     assert tables[1].gpu[0, 4:7].tolist() == [4, 4, 5]
+
+
+def found(tensor):
+    return tensor._path._words[packing.FOUND]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f2", "i4", "f8", "c16"])
+@pytest.mark.parametrize("noted", [True, False], ids=["noted", "too large"])
+def test_rows_twice_but_not_their_cells(place, monkeypatch, dtype, noted):
+    """Neighbouring cells in any order, of one cell to three notes of 32; one more makes them overlap, and only that."""
+    if not noted:
+        monkeypatch.setattr(writes, "MAX_NOTED_ROWS", 0)
+        monkeypatch.setattr(writes, "MAX_NOTED_UNITS", 0)
+    rng = np.random.default_rng(10)
+    tensor = place.make(StagedWriteTensor, (5, 300), dtype)
+    model = TableModel((5, 300), dtype)
+    for step in range(12):
+        overlapping = step % 3 == 2
+        pieces = []
+        for row in range(5):
+            cuts = np.unique(np.concatenate([[0, 300], rng.integers(0, 300, rng.integers(2, 40))]))
+            pieces += [(row, int(a), int(b - a)) for a, b in itertools.pairwise(cuts)]
+        order = rng.permutation(len(pieces)).tolist()
+        again = [pieces[int(rng.integers(len(pieces)))]] if overlapping else []
+        for salt, (row, start, length) in enumerate([*again, *(pieces[w] for w in order)]):
+            values = distinct_values(dtype, length, salt % 6)
+            tensor.stage_write(row, start, values)
+            model.stage_write(row, start, values)
+        tensor.apply_write()
+        model.apply()
+        assert_tables_equal(place.asnumpy(tensor.gpu), model.table, group=step)
+        assert found(tensor) == (packing.CELLS_TWICE if overlapping or not noted else packing.ROWS_TWICE)
+
+
+def test_any_two_writes_of_a_row(host):
+    """Whether they overlap is found to the cell, over the 32-cell notes of the look."""
+    tensor = host.make(StagedWriteTensor, (2, 140), "i4")
+    rng = np.random.default_rng(12)
+    counts = {packing.APART: 0, packing.ROWS_TWICE: 0, packing.CELLS_TWICE: 0}
+    for _ in range(3000):
+        (first, one), (second, two) = ((int(rng.integers(0, 70)), int(rng.integers(1, 71))) for _ in range(2))
+        tensor.stage_write(1, first, range(one))
+        tensor.stage_write(1, second, range(100, 100 + two))
+        tensor.apply_write()
+        if second >= first + one:
+            want = packing.APART
+        else:
+            want = packing.ROWS_TWICE if second + two <= first else packing.CELLS_TWICE
+        assert found(tensor) == want, (first, one, second, two)
+        assert tensor.gpu[1, second : second + two].tolist() == list(range(100, 100 + two))
+        counts[want] += 1
+    assert min(counts.values()) > 200
+
+
+def test_the_packer_goes_back_to_the_cheapest_look(host):
+    """Where nothing comes twice any more, it looks at rows alone again, at once if they ascend, else before long."""
+    tensor = host.make(StagedWriteTensor, (4, 8), "i4")
+
+    def apply(*cells):
+        for row, column in cells:
+            tensor.stage_write(row, column, [1])
+        tensor.apply_write()
+        return found(tensor)
+
+    assert apply((1, 0), (0, 0)) == packing.APART
+    assert apply((1, 1), (1, 0)) == packing.ROWS_TWICE
+    assert apply((0, 0), (1, 0)) == packing.APART
+    assert apply((1, 1), (1, 0), (1, 1)) == packing.CELLS_TWICE
+    assert apply((1, 1), (1, 0)) == packing.ROWS_TWICE
+    assert packing.APART in [apply((1, 0), (0, 0)) for _ in range(64)]
+
+
+def test_two_writers_of_one_table_and_what_each_noted(host):
+    """Both count their packs from 1, and note into one place: what the other noted only makes a pack slower."""
+    tensor = host.make(StagedWriteTensor, (3, 70), "i4")
+    other = host.make(StagedWriteTensor, (3, 70), "i4")
+    writer = host.fuse(FusedStagedWriter, [tensor, other])
+    want = np.zeros((3, 70), np.int32)
+    rng = np.random.default_rng(11)
+    for step in range(1, 60):
+        cells = rng.permutation(70)[:6].tolist()
+        for column in [*cells, *cells[:2]] if step % 3 == 0 else cells:
+            want[1, column] = rng.integers(1, 1000)
+            tensor.stage_write(1, column, want[1, column : column + 1])
+        if step % 2:
+            tensor.apply_write()
+        else:
+            writer.apply()
+        assert_tables_equal(tensor.gpu, want, group=step)

@@ -434,6 +434,17 @@ def test_a_ring_lapped_behind_a_stall(place, slots):
     assert (stats.waits > 0) == place.on_gpu
 
 
+def test_an_apply_without_a_value_does_not_wait(host):
+    """A slot that is still being read keeps nobody back who has nothing to write."""
+    tensor = host.make(StagedWriteTensor, (2, 3), "i4", max_concurrency=1)
+    tensor.stage_write(0, 0, [1])
+    tensor.apply_write()
+    tensor._path._done[0] -= 1  # the slot's fence has not passed
+    tensor.stage_write(1, 3, [])
+    tensor.apply_write()
+    assert (tensor.num_staged, tensor.stats.launches, tensor.stats.waits) == (0, 1, 0)
+
+
 def test_several_applies_in_one_step_are_in_order(place):
     tensor = place.make(StagedWriteTensor, (1, 8), "i4")
     place.stall(5)
