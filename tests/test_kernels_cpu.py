@@ -411,8 +411,13 @@ class Packed:
     sequence: int
 
 
-def pack(unit_bytes: int, groups: list[tuple[int, int]], logs: list[list[tuple[int, int, int, np.ndarray]]]) -> Packed:
-    """Pack with the library. A group is (row stride in elements, base address), a write (group, row, start, values)."""
+def pack(
+    unit_bytes: int, groups: list[tuple[int, int, int]], logs: list[list[tuple[int, int, int, np.ndarray]]]
+) -> Packed:
+    """Pack with the library. A group is (rows, row stride in elements, base address; without rows it keeps no notes).
+
+    A write is (group, row, start, values).
+    """
     keep = []  # the packer sees addresses only
 
     def hold(array: np.ndarray) -> int:
@@ -441,7 +446,12 @@ def pack(unit_bytes: int, groups: list[tuple[int, int]], logs: list[list[tuple[i
     desc = np.zeros(packing.SLOTS + packing.SLOT_FIELDS, np.int64)
     desc[packing.UNIT], desc[packing.SCALE] = unit_bytes, 1
     desc[packing.LOGS], desc[packing.NUM_LOGS] = hold(np.array(log_table, np.int64)), len(logs)
-    facts = np.array([(stride, base, 0, 0) for stride, base in groups], np.int64)
+    facts = np.zeros((len(groups), packing.GROUP_FIELDS), np.int64)
+    for fact, (num_rows, stride, base) in zip(facts, groups, strict=True):
+        fact[[packing.GROUP_STRIDE, packing.GROUP_BASE]] = stride, base
+        if num_rows > 0:
+            fact[packing.GROUP_STAMPS] = hold(np.zeros(num_rows, np.int32))
+            fact[packing.GROUP_SEEN] = hold(np.zeros((num_rows * stride + 31) // 32, np.int64))
     desc[packing.GROUPS], desc[packing.NUM_GROUPS] = hold(facts), len(groups)
     desc[packing.TABLE], desc[packing.TABLE_CAPACITY] = hold(np.zeros((capacity, 2), np.int64)), capacity
     desc[packing.PIECES] = hold(np.zeros((3 * num_writes + 1, packing.PIECE_BYTES), np.uint8))
@@ -490,7 +500,8 @@ def test_packed_writes(builder: KernelBuilder, unit_bytes: int, num_groups: int,
     bench.tables[0].expected[stride + 2 : stride + 5] = np.arange(3)
 
     tables = [bench.tables[group] for group in range(num_groups)]
-    packed = pack(unit_bytes, [(stride, table.address) for table in tables], logs)
+    noted = [num_rows * (group != 1) for group in range(num_groups)]  # of three groups, one keeps no notes
+    packed = pack(unit_bytes, [(n, stride, table.address) for n, table in zip(noted, tables, strict=True)], logs)
     host = [table.cells.copy() for table in tables]
     addresses = np.array([cells.ctypes.data for cells in host], np.int64)
     slot = packed.slot.ctypes.data
