@@ -44,6 +44,9 @@ WORKS: dict[str, Make] = {
     "1024 writes of 1 value, one batch, shuffled": lambda slots, device: common.many_writes(
         1024, order="shuffled", slots=slots, device=device
     ),
+    "1024 writes of 1 value, one batch, rows twice": lambda slots, device: common.many_writes(
+        1024, order="twice", slots=slots, device=device
+    ),
     "1024 writes of 1 value, one batch, overlapping": lambda slots, device: common.many_writes(
         1024, order="overlapping", slots=slots, device=device
     ),

@@ -44,7 +44,7 @@ APART, ROWS_TWICE, CELLS_TWICE = 0, 1, 2
 # A group: units between rows, base address, end of its last write (scratch), and the addresses of two notes of what a
 # pack has written (0: the table is too large): its number, int32 a row; and an int64 for each 32 units, with its number
 # in the upper half and a bit a unit in the lower.
-GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_STAMPS, GROUP_SEEN, GROUP_FIELDS = 0, 1, 2, 3, 4, 5
+GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_ROWS_NOTED, GROUP_CELLS_NOTED, GROUP_FIELDS = 0, 1, 2, 3, 4, 5
 
 # What `pack` returns when it is not the number of a launcher.
 NOTHING, GROW_SLOT, GROW_TABLE, GROW_PIECES, TORN, BUSY = -1, -2, -3, -4, -5, -6
@@ -97,7 +97,7 @@ def _bits(first: int, count: int) -> int:
 
 @jit
 def _meet(entry: int, tag: int, cells: int) -> int:
-    """Note in an entry of `GROUP_SEEN` that these of its cells are written; returns those that this pack had noted."""
+    """Note in an entry of a group's cells that these are written; returns those of them that this pack had noted."""
     before = load(entry) ^ tag
     before &= -np.int64(before >> 32 == 0)  # no branch: it would be taken at random
     store(entry, tag | before | (cells & 0xFFFFFFFF))
@@ -177,9 +177,9 @@ def _gather(desc: int, base: int, limit: int, look: int) -> int:
     """Take up the writes of all logs; returns the number of pieces, or TORN.
 
     Short ones are laid into the slot at `base`, long ones become pieces; looking for CELLS_TWICE, all do. NUM_CELLS and
-    NUM_RUNS get the number of cells laid and of pieces. FOUND gets APART where the writes of each group come in
-    ascending order, or none of its rows comes twice, else ROWS_TWICE; looking for that or more, cells are noted instead
-    of rows, and it gets CELLS_TWICE where one was noted already.
+    NUM_RUNS get the number of cells laid and of pieces. Looking for rows that come twice (APART), FOUND gets ROWS_TWICE
+    where one does and the group's writes do not come in ascending order; looking for more, each cell is noted, and it
+    gets CELLS_TWICE where one was noted already, else ROWS_TWICE.
     """
     unit, scale = load(desc + 8 * UNIT), load(desc + 8 * SCALE)
     logs, groups = load(desc + 8 * LOGS), load(desc + 8 * GROUPS)
@@ -189,12 +189,13 @@ def _gather(desc: int, base: int, limit: int, look: int) -> int:
     pieces, pack_number = load(desc + 8 * PIECES), (load(desc + 8 * PACK_NUMBER) + 1) & 0x7FFFFFFF
     store(desc + 8 * PACK_NUMBER, pack_number)
     piece, cell, per_cell = pieces, base, 8 // unit
+    notes = 8 * (GROUP_ROWS_NOTED if look == APART else GROUP_CELLS_NOTED)
     num_cells, num_runs, blocks, num_values, ascending, met = 0, 0, 0, 0, True, 0
     for i in range(load(desc + 8 * NUM_LOGS)):
         log, first_group = load(logs + 16 * i), load(logs + 16 * i + 8)
         record, values = load(log + 8 * LOG_RECORDS), load(log + 8 * LOG_CONTENTS)
         may_overlap, num_contents = load(log + 8 * LOG_MAY_OVERLAP) != 0, load(log + 8 * LOG_VALUES)
-        facts, stride, stamps, seen, of_group = 0, 0, 0, 0, -1  # of the group at hand
+        facts, stride, noted, of_group = 0, 0, 0, -1  # of the group at hand
         for _ in range(load(log + 8 * LOG_WRITES)):
             length = load(record + 16)
             if length != 0:
@@ -211,28 +212,27 @@ def _gather(desc: int, base: int, limit: int, look: int) -> int:
                 group = (row >> 48) + first_group
                 if group != of_group:
                     facts, of_group = groups + 8 * GROUP_FIELDS * group, group
-                    stride = load(facts + 8 * GROUP_STRIDE)
-                    stamps, seen = load(facts + 8 * GROUP_STAMPS), load(facts + 8 * GROUP_SEEN)
+                    stride, noted = load(facts + 8 * GROUP_STRIDE), load(facts + notes)
                 row &= ROW_MASK
                 offset = row * stride + load(record + 8) * scale
-                if may_overlap:
+                if may_overlap and look == APART:
                     if offset < load(facts + 8 * GROUP_END):
                         ascending = False
                     store(facts + 8 * GROUP_END, offset + units)
-                    if look > APART:
-                        if seen == 0:
-                            met = 1
-                        entry, first, left = seen + 8 * (offset >> 5), offset & 31, units
-                        while met == 0:
-                            met = _meet(entry, pack_number << 32, ((1 << min(left, 32)) - 1) << first)
-                            left -= 32 - first
-                            if left <= 0:
-                                break
-                            entry, first = entry + 8, 0
-                    elif stamps == 0 or load32(stamps + 4 * row) == pack_number:
+                    if noted == 0 or load32(noted + 4 * row) == pack_number:
                         met = 1
                     else:
-                        store32(stamps + 4 * row, pack_number)
+                        store32(noted + 4 * row, pack_number)
+                elif may_overlap:
+                    if noted == 0:
+                        met = 1
+                    entry, first, left = noted + 8 * (offset >> 5), offset & 31, units
+                    while met == 0:
+                        met = _meet(entry, pack_number << 32, ((1 << min(left, 32)) - 1) << first)
+                        left -= 32 - first
+                        if left <= 0:
+                            break
+                        entry, first = entry + 8, 0
                 if look == CELLS_TWICE or units * unit > INLINE_BYTES:
                     piece = put_four(piece, group, offset, units, source)
                     num_runs += 1
@@ -245,10 +245,10 @@ def _gather(desc: int, base: int, limit: int, look: int) -> int:
     store(desc + 8 * NUM_RUNS, num_runs)
     store(desc + 8 * NUM_VALUES, num_values)
     store(desc + 8 * NUM_BLOCKS, blocks)
-    if ascending or (look == APART and met == 0):
-        store(desc + 8 * FOUND, APART)
+    if look == APART:
+        store(desc + 8 * FOUND, APART if ascending or met == 0 else ROWS_TWICE)
     else:
-        store(desc + 8 * FOUND, ROWS_TWICE if look == APART or met == 0 else CELLS_TWICE)
+        store(desc + 8 * FOUND, ROWS_TWICE if met == 0 else CELLS_TWICE)
     return (piece - pieces) // PIECE_BYTES
 
 
@@ -343,7 +343,7 @@ def pack(desc: int) -> int:
 
     # Short writes: values in their cells, lines filled to the last. Where rows come twice in no order, all are gone
     # through again to look at each cell, and where cells do, once more to cut them. The next pack begins there, so that
-    # it goes through them once; the cheapest way is tried again now and then.
+    # it goes through them once; now and then one tries the cheapest way again.
     found = load(desc + 8 * FOUND) if load(desc + 8 * PACK_NUMBER) & 63 else APART
     look, num_pieces = -1, 0
     while found > look:

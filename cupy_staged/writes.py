@@ -34,8 +34,8 @@ class Table:
     """Where the writes of one group go.
 
     `address` is the base in bytes on the device, `stride` the bytes from row to row, `kept` what keeps it alive, `unit`
-    the bytes of a unit; `stamps` and `seen` are the packer's notes of rows and cells that it met (empty where the table
-    is too large, whose batches take longer to check then).
+    the bytes of a unit; `rows_noted` and `cells_noted` are the packer's notes of what a pack has written: empty where
+    the table is too large, whose batches take longer to check then.
     """
 
     def __init__(self, address: int, stride: int, kept: Any, num_rows: int, row_bytes: int, unit: int) -> None:
@@ -45,8 +45,8 @@ class Table:
         self.num_rows = num_rows
         self.row_bytes = row_bytes
         num_units = num_rows * stride // unit
-        self.stamps = np.zeros(num_rows if num_rows <= MAX_NOTED_ROWS else 0, np.int32)
-        self.seen = np.zeros((num_units + 31) // 32 if num_units <= MAX_NOTED_UNITS else 0, np.int64)
+        self.rows_noted = np.zeros(num_rows if num_rows <= MAX_NOTED_ROWS else 0, np.int32)
+        self.cells_noted = np.zeros((num_units + 31) // 32 if num_units <= MAX_NOTED_UNITS else 0, np.int64)
 
     def shares_memory(self, other: Table) -> bool:
         """Whether two tables may have a cell in common; column slices of one array do not."""
@@ -307,8 +307,12 @@ class WritePath:
                 )
             self._groups[group, packing.GROUP_STRIDE] = table.stride // self._unit
             self._groups[group, packing.GROUP_BASE] = table.address
-            self._groups[group, packing.GROUP_STAMPS] = table.stamps.ctypes.data if len(table.stamps) > 0 else 0
-            self._groups[group, packing.GROUP_SEEN] = table.seen.ctypes.data if len(table.seen) > 0 else 0
+            self._groups[group, packing.GROUP_ROWS_NOTED] = (
+                table.rows_noted.ctypes.data if len(table.rows_noted) > 0 else 0
+            )
+            self._groups[group, packing.GROUP_CELLS_NOTED] = (
+                table.cells_noted.ctypes.data if len(table.cells_noted) > 0 else 0
+            )
             self.targets.facts[:, group] = table.address, table.stride
 
     def _make_room(self, what: int, slot: int, needed: int) -> None:

@@ -450,8 +450,8 @@ def pack(
     for fact, (num_rows, stride, base) in zip(facts, groups, strict=True):
         fact[[packing.GROUP_STRIDE, packing.GROUP_BASE]] = stride, base
         if num_rows > 0:
-            fact[packing.GROUP_STAMPS] = hold(np.zeros(num_rows, np.int32))
-            fact[packing.GROUP_SEEN] = hold(np.zeros((num_rows * stride + 31) // 32, np.int64))
+            fact[packing.GROUP_ROWS_NOTED] = hold(np.zeros(num_rows, np.int32))
+            fact[packing.GROUP_CELLS_NOTED] = hold(np.zeros((num_rows * stride + 31) // 32, np.int64))
     desc[packing.GROUPS], desc[packing.NUM_GROUPS] = hold(facts), len(groups)
     desc[packing.TABLE], desc[packing.TABLE_CAPACITY] = hold(np.zeros((capacity, 2), np.int64)), capacity
     desc[packing.PIECES] = hold(np.zeros((3 * num_writes + 1, packing.PIECE_BYTES), np.uint8))

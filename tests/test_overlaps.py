@@ -191,25 +191,25 @@ def test_rows_twice_but_not_their_cells(place, monkeypatch, dtype, noted):
 def test_any_two_writes_of_a_row(host):
     """Whether they overlap is found to the cell, over the 32-cell notes of the look."""
     tensor = host.make(StagedWriteTensor, (2, 140), "i4")
+    tensor.stage_write(0, 1, [1])
+    tensor.stage_write(0, 0, [1])
+    tensor.apply_write()  # from now on, cells are looked at
     rng = np.random.default_rng(12)
-    counts = {packing.APART: 0, packing.ROWS_TWICE: 0, packing.CELLS_TWICE: 0}
+    counts = [0, 0]
     for _ in range(3000):
         (first, one), (second, two) = ((int(rng.integers(0, 70)), int(rng.integers(1, 71))) for _ in range(2))
         tensor.stage_write(1, first, range(one))
         tensor.stage_write(1, second, range(100, 100 + two))
         tensor.apply_write()
-        if second >= first + one:
-            want = packing.APART
-        else:
-            want = packing.ROWS_TWICE if second + two <= first else packing.CELLS_TWICE
-        assert found(tensor) == want, (first, one, second, two)
+        overlaps = second < first + one and first < second + two
+        assert (found(tensor) == packing.CELLS_TWICE) == overlaps, (first, one, second, two)
         assert tensor.gpu[1, second : second + two].tolist() == list(range(100, 100 + two))
-        counts[want] += 1
-    assert min(counts.values()) > 200
+        counts[overlaps] += 1
+    assert min(counts) > 200
 
 
 def test_the_packer_goes_back_to_the_cheapest_look(host):
-    """Where nothing comes twice any more, it looks at rows alone again, at once if they ascend, else before long."""
+    """Where no row comes twice any more, it goes on looking at cells, but not for long."""
     tensor = host.make(StagedWriteTensor, (4, 8), "i4")
 
     def apply(*cells):
@@ -220,10 +220,11 @@ def test_the_packer_goes_back_to_the_cheapest_look(host):
 
     assert apply((1, 0), (0, 0)) == packing.APART
     assert apply((1, 1), (1, 0)) == packing.ROWS_TWICE
-    assert apply((0, 0), (1, 0)) == packing.APART
     assert apply((1, 1), (1, 0), (1, 1)) == packing.CELLS_TWICE
     assert apply((1, 1), (1, 0)) == packing.ROWS_TWICE
-    assert packing.APART in [apply((1, 0), (0, 0)) for _ in range(64)]
+    seen = [apply((1, 0), (0, 0)) for _ in range(64)]
+    assert seen[0] == packing.ROWS_TWICE
+    assert seen[-1] == packing.APART
 
 
 def test_two_writers_of_one_table_and_what_each_noted(host):

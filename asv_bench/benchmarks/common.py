@@ -158,18 +158,22 @@ def many_writes(
     """Make `n` writes of one value to a (4096, 64) table.
 
     `way` is "call" (one `stage_write` each, from lists) or "batch" (one `stage_writes`, from arrays); `order` is
-    "ascending" or "shuffled" rows, or "overlapping": each cell is written about twice.
+    "ascending" or "shuffled" rows; "twice": half as many rows, each two times, in two columns and in no order; or
+    "overlapping": each cell is written about twice.
     """
-    rows = np.arange(n, dtype=np.int64)
+    rows, starts = np.arange(n, dtype=np.int64), np.full(n, 3)
     if order == "shuffled":
         rows = np.random.default_rng(0).permutation(rows)
+    elif order == "twice":
+        rows, columns = np.divmod(np.random.default_rng(0).permutation(n), 2)
+        starts = 3 + 50 * columns
     elif order == "overlapping":
         rows = np.random.default_rng(0).integers(0, max(n // 2, 1), n)
     table = cs.StagedWriteTensor(
         (max(n, 4096), 64), "int32", uva_instead_of_gpu=target == "uva", max_concurrency=slots, device=device
     )
     table.reserve(n, n)
-    starts, values, totals = np.full(n, 3), np.arange(n, dtype=np.int32), np.arange(1, n + 1)
+    values, totals = np.arange(n, dtype=np.int32), np.arange(1, n + 1)
     if way == "batch":
         return Work(lambda: table.stage_writes(rows, starts, values, totals), table.apply_write, table)
     calls = [(row, [value]) for row, value in zip(rows.tolist(), values.tolist(), strict=True)]

@@ -26,14 +26,17 @@ class Staging:
 
 
 class Writes:
-    """Writes of one value by a call each, by one batch in ascending or shuffled rows, and overlapping. No device."""
+    """Writes of one value by a call each, and by one batch: in ascending or shuffled rows, rows twice, cells twice.
 
-    params = ((1, 1024), ("call", "batch", "shuffled", "overlapping"))
+    No device.
+    """
+
+    params = ((1, 1024), ("call", "batch", "shuffled", "twice", "overlapping"))
     param_names = ("writes", "way")
 
     def setup(self, writes: int, way: str) -> None:
         common.pick_core()
-        order = way if way in ("shuffled", "overlapping") else "ascending"
+        order = way if way in ("shuffled", "twice", "overlapping") else "ascending"
         self.work = common.once(
             ("writes", writes, way),
             lambda: common.warmed(
