@@ -38,13 +38,15 @@ FOUND = 30  # what the last pack found of overlaps, and where the next one begin
 SLOTS, SLOT_FIELDS = 31, 4
 SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
 
-# No two writes can overlap; rows come twice in no order; cells come twice, or cannot be looked at.
+# No two writes can overlap; rows come twice in no order; cells come twice.
 APART, ROWS_TWICE, CELLS_TWICE = 0, 1, 2
 
-# A group: units between rows, base address, end of its last write (scratch), and the addresses of two notes of what a
-# pack has written (0: the table is too large): its number, int32 a row; and an int64 for each 32 units, with its number
-# in the upper half and a bit a unit in the lower.
-GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_ROWS_NOTED, GROUP_CELLS_NOTED, GROUP_FIELDS = 0, 1, 2, 3, 4, 5
+# A group: units between rows, base address, end of its last write (scratch), and two notes of what a pack has written:
+# the pack's number, int32 a row; and an int64 for each 32 units, with the number in the upper half and a bit a unit in
+# the lower. Each has a power of two of entries, its number less 1 beside it; rows or units of a table that is too large
+# share them, and seem to come twice where they do not.
+GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_FIELDS = 0, 1, 2, 7
+GROUP_ROWS_NOTED, GROUP_ROWS_MASK, GROUP_CELLS_NOTED, GROUP_CELLS_MASK = 3, 4, 5, 6
 
 # What `pack` returns when it is not the number of a launcher.
 NOTHING, GROW_SLOT, GROW_TABLE, GROW_PIECES, TORN, BUSY = -1, -2, -3, -4, -5, -6
@@ -172,89 +174,97 @@ def _put_cells(base: int, limit: int, at: int, where: int, values: int, units: i
         where, values, units = where + count, values + 8, units - count
 
 
-@jit
-def _gather(desc: int, base: int, limit: int, look: int) -> int:
-    """Take up the writes of all logs; returns the number of pieces, or TORN.
+def _gatherer(look: int) -> Any:
+    """The first pass over the writes, for one way to look for overlaps: each is compiled with what it needs alone."""
 
-    Short ones are laid into the slot at `base`, long ones become pieces; looking for CELLS_TWICE, all do. NUM_CELLS and
-    NUM_RUNS get the number of cells laid and of pieces. Looking for rows that come twice (APART), FOUND gets ROWS_TWICE
-    where one does and the group's writes do not come in ascending order; looking for more, each cell is noted, and it
-    gets CELLS_TWICE where one was noted already, else ROWS_TWICE.
-    """
-    unit, scale = load(desc + 8 * UNIT), load(desc + 8 * SCALE)
-    logs, groups = load(desc + 8 * LOGS), load(desc + 8 * GROUPS)
-    for g in range(load(desc + 8 * NUM_GROUPS)):
-        store(groups + 8 * (GROUP_FIELDS * g + GROUP_END), 0)
+    @jit
+    def gather(desc: int, base: int, limit: int) -> int:
+        """Take up the writes of all logs; returns the number of pieces, or TORN.
 
-    pieces, pack_number = load(desc + 8 * PIECES), (load(desc + 8 * PACK_NUMBER) + 1) & 0x7FFFFFFF
-    store(desc + 8 * PACK_NUMBER, pack_number)
-    piece, cell, per_cell = pieces, base, 8 // unit
-    notes = 8 * (GROUP_ROWS_NOTED if look == APART else GROUP_CELLS_NOTED)
-    num_cells, num_runs, blocks, num_values, ascending, met = 0, 0, 0, 0, True, 0
-    for i in range(load(desc + 8 * NUM_LOGS)):
-        log, first_group = load(logs + 16 * i), load(logs + 16 * i + 8)
-        record, values = load(log + 8 * LOG_RECORDS), load(log + 8 * LOG_CONTENTS)
-        may_overlap, num_contents = load(log + 8 * LOG_MAY_OVERLAP) != 0, load(log + 8 * LOG_VALUES)
-        facts, stride, noted, of_group = 0, 0, 0, -1  # of the group at hand
-        for _ in range(load(log + 8 * LOG_WRITES)):
-            length = load(record + 16)
-            if length != 0:
-                source, row = record + 24, load(record)
-                if length > 0:
-                    begin = load(source)
-                    if begin + length > num_contents:
-                        return TORN
-                    source = values + begin * scale * unit
-                else:
-                    length = 1
-                num_values += length
-                units = length * scale
-                group = (row >> 48) + first_group
-                if group != of_group:
-                    facts, of_group = groups + 8 * GROUP_FIELDS * group, group
-                    stride, noted = load(facts + 8 * GROUP_STRIDE), load(facts + notes)
-                row &= ROW_MASK
-                offset = row * stride + load(record + 8) * scale
-                if may_overlap and look == APART:
-                    if offset < load(facts + 8 * GROUP_END):
-                        ascending = False
-                    store(facts + 8 * GROUP_END, offset + units)
-                    if noted == 0 or load32(noted + 4 * row) == pack_number:
-                        met = 1
+        Short ones are laid into the slot at `base`, long ones become pieces; looking for CELLS_TWICE, all do. NUM_CELLS
+        and NUM_RUNS get the number of cells laid and of pieces. Looking for APART, rows are noted: FOUND gets
+        ROWS_TWICE where one comes twice and the writes of some group do not come in ascending order. Looking for more,
+        cells are noted: it gets CELLS_TWICE where one comes twice, else ROWS_TWICE.
+        """
+        unit, scale = load(desc + 8 * UNIT), load(desc + 8 * SCALE)
+        logs, groups = load(desc + 8 * LOGS), load(desc + 8 * GROUPS)
+        for g in range(load(desc + 8 * NUM_GROUPS)):
+            store(groups + 8 * (GROUP_FIELDS * g + GROUP_END), 0)
+
+        pieces, pack_number = load(desc + 8 * PIECES), (load(desc + 8 * PACK_NUMBER) + 1) & 0x7FFFFFFF
+        store(desc + 8 * PACK_NUMBER, pack_number)
+        piece, cell, per_cell = pieces, base, 8 // unit
+        notes, mask = (GROUP_ROWS_NOTED, GROUP_ROWS_MASK) if look == APART else (GROUP_CELLS_NOTED, GROUP_CELLS_MASK)
+        num_cells, num_runs, blocks, num_values, ascending, met = 0, 0, 0, 0, True, 0
+        for i in range(load(desc + 8 * NUM_LOGS)):
+            log, first_group = load(logs + 16 * i), load(logs + 16 * i + 8)
+            record, values = load(log + 8 * LOG_RECORDS), load(log + 8 * LOG_CONTENTS)
+            may_overlap, num_contents = load(log + 8 * LOG_MAY_OVERLAP) != 0, load(log + 8 * LOG_VALUES)
+            facts, stride, noted, of_group = 0, 0, 0, -1  # of the group at hand
+            for _ in range(load(log + 8 * LOG_WRITES)):
+                length = load(record + 16)
+                if length != 0:
+                    source, row = record + 24, load(record)
+                    if length > 0:
+                        begin = load(source)
+                        if begin + length > num_contents:
+                            return TORN
+                        source = values + begin * scale * unit
                     else:
-                        store32(noted + 4 * row, pack_number)
-                elif may_overlap:
-                    if noted == 0:
-                        met = 1
-                    entry, first, left = noted + 8 * (offset >> 5), offset & 31, units
-                    while met == 0:
-                        met = _meet(entry, pack_number << 32, ((1 << min(left, 32)) - 1) << first)
-                        left -= 32 - first
-                        if left <= 0:
-                            break
-                        entry, first = entry + 8, 0
-                if look == CELLS_TWICE or units * unit > INLINE_BYTES:
-                    piece = put_four(piece, group, offset, units, source)
-                    num_runs += 1
-                    blocks += ((offset & 63) + units + 63) >> 6
-                else:
-                    num_cells += (units * unit + 7) >> 3
-                    cell = _put_cells(base, limit, cell, (group << 48) | offset, source, units, per_cell)
-            record += RECORD_BYTES
-    store(desc + 8 * NUM_CELLS, num_cells)
-    store(desc + 8 * NUM_RUNS, num_runs)
-    store(desc + 8 * NUM_VALUES, num_values)
-    store(desc + 8 * NUM_BLOCKS, blocks)
-    if look == APART:
-        store(desc + 8 * FOUND, APART if ascending or met == 0 else ROWS_TWICE)
-    else:
-        store(desc + 8 * FOUND, ROWS_TWICE if met == 0 else CELLS_TWICE)
-    return (piece - pieces) // PIECE_BYTES
+                        length = 1
+                    num_values += length
+                    units = length * scale
+                    group = (row >> 48) + first_group
+                    if group != of_group:
+                        facts, of_group = groups + 8 * GROUP_FIELDS * group, group
+                        stride, noted = load(facts + 8 * GROUP_STRIDE), load(facts + 8 * notes)
+                    row &= ROW_MASK
+                    offset = row * stride + load(record + 8) * scale
+                    if may_overlap and look == APART:
+                        if offset < load(facts + 8 * GROUP_END):
+                            ascending = False
+                        store(facts + 8 * GROUP_END, offset + units)
+                        at = noted + 4 * (row & load(facts + 8 * mask))
+                        if load32(at) == pack_number:
+                            met = 1
+                        else:
+                            store32(at, pack_number)
+                    elif may_overlap:
+                        block, first, left = offset >> 5, offset & 31, units
+                        while met == 0:
+                            entry = noted + 8 * (block & load(facts + 8 * mask))
+                            met = _meet(entry, pack_number << 32, ((1 << min(left, 32)) - 1) << first)
+                            left -= 32 - first
+                            if left <= 0:
+                                break
+                            block, first = block + 1, 0
+                    if look == CELLS_TWICE or units * unit > INLINE_BYTES:
+                        piece = put_four(piece, group, offset, units, source)
+                        num_runs += 1
+                        blocks += ((offset & 63) + units + 63) >> 6
+                    else:
+                        num_cells += (units * unit + 7) >> 3
+                        cell = _put_cells(base, limit, cell, (group << 48) | offset, source, units, per_cell)
+                record += RECORD_BYTES
+        store(desc + 8 * NUM_CELLS, num_cells)
+        store(desc + 8 * NUM_RUNS, num_runs)
+        store(desc + 8 * NUM_VALUES, num_values)
+        store(desc + 8 * NUM_BLOCKS, blocks)
+        if look == APART:
+            store(desc + 8 * FOUND, APART if ascending or met == 0 else ROWS_TWICE)
+        else:
+            store(desc + 8 * FOUND, ROWS_TWICE if met == 0 else CELLS_TWICE)
+        return (piece - pieces) // PIECE_BYTES
+
+    return gather
+
+
+_gather_by_rows, _gather_by_cells, _gather_pieces = _gatherer(APART), _gatherer(ROWS_TWICE), _gatherer(CELLS_TWICE)
 
 
 @jit
 def _lay_pieces(desc: int, base: int, limit: int, num_pieces: int) -> None:
-    """Lay the short ones of all pieces into the slot; counts as `_gather` does."""
+    """Lay the short ones of all pieces into the slot; counts as `gather` does."""
     unit, pieces = load(desc + 8 * UNIT), load(desc + 8 * PIECES)
     cell, num_cells, num_runs, per_cell = base, 0, 0, 8 // unit
     for p in range(num_pieces):
@@ -348,7 +358,12 @@ def pack(desc: int) -> int:
     look, num_pieces = -1, 0
     while found > look:
         look = found
-        num_pieces = _gather(desc, base, base + capacity, look)
+        if look == APART:
+            num_pieces = _gather_by_rows(desc, base, base + capacity)
+        elif look == ROWS_TWICE:
+            num_pieces = _gather_by_cells(desc, base, base + capacity)
+        else:
+            num_pieces = _gather_pieces(desc, base, base + capacity)
         if num_pieces < 0:
             return num_pieces
         found = load(desc + 8 * FOUND)

@@ -21,8 +21,7 @@ from .log import NEVER, SLACK, Contents, WriteLog, torn_error
 
 AUTO_COPIES = False  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
 FIRST_SLOT_BYTES = 1 << 15
-# Host memory for the packer's notes, 4 and 64 MiB at most; the system gives it where it is touched.
-MAX_NOTED_ROWS, MAX_NOTED_UNITS = 1 << 20, 1 << 28
+MAX_NOTED = 1 << 20  # entries of a packer's note: of 1 Mi rows, or of 32 Mi units, 8 MiB
 
 
 def no_launch(_stream: int) -> None:
@@ -34,8 +33,7 @@ class Table:
     """Where the writes of one group go.
 
     `address` is the base in bytes on the device, `stride` the bytes from row to row, `kept` what keeps it alive, `unit`
-    the bytes of a unit; `rows_noted` and `cells_noted` are the packer's notes of what a pack has written: empty where
-    the table is too large, whose batches take longer to check then.
+    the bytes of a unit; `rows_noted` and `cells_noted` are the packer's notes of what a pack has written.
     """
 
     def __init__(self, address: int, stride: int, kept: Any, num_rows: int, row_bytes: int, unit: int) -> None:
@@ -44,9 +42,9 @@ class Table:
         self.kept = kept
         self.num_rows = num_rows
         self.row_bytes = row_bytes
-        num_units = num_rows * stride // unit
-        self.rows_noted = np.zeros(num_rows if num_rows <= MAX_NOTED_ROWS else 0, np.int32)
-        self.cells_noted = np.zeros((num_units + 31) // 32 if num_units <= MAX_NOTED_UNITS else 0, np.int64)
+        blocks = -(-num_rows * stride // unit // 32)
+        self.rows_noted = np.zeros(min(ring.grown_size(num_rows), MAX_NOTED), np.int32)
+        self.cells_noted = np.zeros(min(ring.grown_size(blocks), MAX_NOTED), np.int64)
 
     def shares_memory(self, other: Table) -> bool:
         """Whether two tables may have a cell in common; column slices of one array do not."""
@@ -307,12 +305,10 @@ class WritePath:
                 )
             self._groups[group, packing.GROUP_STRIDE] = table.stride // self._unit
             self._groups[group, packing.GROUP_BASE] = table.address
-            self._groups[group, packing.GROUP_ROWS_NOTED] = (
-                table.rows_noted.ctypes.data if len(table.rows_noted) > 0 else 0
-            )
-            self._groups[group, packing.GROUP_CELLS_NOTED] = (
-                table.cells_noted.ctypes.data if len(table.cells_noted) > 0 else 0
-            )
+            self._groups[group, packing.GROUP_ROWS_NOTED] = table.rows_noted.ctypes.data
+            self._groups[group, packing.GROUP_ROWS_MASK] = len(table.rows_noted) - 1
+            self._groups[group, packing.GROUP_CELLS_NOTED] = table.cells_noted.ctypes.data
+            self._groups[group, packing.GROUP_CELLS_MASK] = len(table.cells_noted) - 1
             self.targets.facts[:, group] = table.address, table.stride
 
     def _make_room(self, what: int, slot: int, needed: int) -> None:

@@ -414,9 +414,9 @@ class Packed:
 def pack(
     unit_bytes: int, groups: list[tuple[int, int, int]], logs: list[list[tuple[int, int, int, np.ndarray]]]
 ) -> Packed:
-    """Pack with the library. A group is (rows, row stride in elements, base address; without rows it keeps no notes).
+    """Pack with the library.
 
-    A write is (group, row, start, values).
+    A group is (row stride in elements, base address, entries of its notes), a write (group, row, start, values).
     """
     keep = []  # the packer sees addresses only
 
@@ -447,11 +447,11 @@ def pack(
     desc[packing.UNIT], desc[packing.SCALE] = unit_bytes, 1
     desc[packing.LOGS], desc[packing.NUM_LOGS] = hold(np.array(log_table, np.int64)), len(logs)
     facts = np.zeros((len(groups), packing.GROUP_FIELDS), np.int64)
-    for fact, (num_rows, stride, base) in zip(facts, groups, strict=True):
+    for fact, (stride, base, entries) in zip(facts, groups, strict=True):
         fact[[packing.GROUP_STRIDE, packing.GROUP_BASE]] = stride, base
-        if num_rows > 0:
-            fact[packing.GROUP_ROWS_NOTED] = hold(np.zeros(num_rows, np.int32))
-            fact[packing.GROUP_CELLS_NOTED] = hold(np.zeros((num_rows * stride + 31) // 32, np.int64))
+        fact[[packing.GROUP_ROWS_MASK, packing.GROUP_CELLS_MASK]] = entries - 1
+        fact[packing.GROUP_ROWS_NOTED] = hold(np.zeros(entries, np.int32))
+        fact[packing.GROUP_CELLS_NOTED] = hold(np.zeros(entries, np.int64))
     desc[packing.GROUPS], desc[packing.NUM_GROUPS] = hold(facts), len(groups)
     desc[packing.TABLE], desc[packing.TABLE_CAPACITY] = hold(np.zeros((capacity, 2), np.int64)), capacity
     desc[packing.PIECES] = hold(np.zeros((3 * num_writes + 1, packing.PIECE_BYTES), np.uint8))
@@ -500,8 +500,8 @@ def test_packed_writes(builder: KernelBuilder, unit_bytes: int, num_groups: int,
     bench.tables[0].expected[stride + 2 : stride + 5] = np.arange(3)
 
     tables = [bench.tables[group] for group in range(num_groups)]
-    noted = [num_rows * (group != 1) for group in range(num_groups)]  # of three groups, one keeps no notes
-    packed = pack(unit_bytes, [(n, stride, table.address) for n, table in zip(noted, tables, strict=True)], logs)
+    entries = (1 << 13, 1, 4)  # room for every cell, or for few
+    packed = pack(unit_bytes, [(stride, t.address, n) for t, n in zip(tables, entries, strict=False)], logs)
     host = [table.cells.copy() for table in tables]
     addresses = np.array([cells.ctypes.data for cells in host], np.int64)
     slot = packed.slot.ctypes.data
