@@ -38,15 +38,16 @@ FOUND = 30  # what the last pack found of overlaps, and where the next one begin
 SLOTS, SLOT_FIELDS = 31, 4
 SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
 
-# No two writes can overlap; rows come twice in no order; cells come twice.
+# No two writes can overlap; rows seem to come twice, in no order; cells seem to come twice.
 APART, ROWS_TWICE, CELLS_TWICE = 0, 1, 2
 
 # A group: units between rows, base address, end of its last write (scratch), and two notes of what a pack has written:
 # the pack's number, int32 a row; and an int64 for each 32 units, with the number in the upper half and a bit a unit in
-# the lower. Each has a power of two of entries, its number less 1 beside it; rows or units of a table that is too large
-# share them, and seem to come twice where they do not.
-GROUP_STRIDE, GROUP_BASE, GROUP_END, GROUP_FIELDS = 0, 1, 2, 7
-GROUP_ROWS_NOTED, GROUP_ROWS_MASK, GROUP_CELLS_NOTED, GROUP_CELLS_MASK = 3, 4, 5, 6
+# the lower. Each has a power of two of entries, that less 1 beside it, which those of a large table share. A note may
+# be of another writer of the table, or of a neighbour in its entry: then something seems to come twice, and is looked
+# at more closely.
+GROUP_STRIDE, GROUP_BASE, GROUP_END = 0, 1, 2
+GROUP_ROWS_NOTED, GROUP_ROWS_MASK, GROUP_CELLS_NOTED, GROUP_CELLS_MASK, GROUP_FIELDS = 3, 4, 5, 6, 7
 
 # What `pack` returns when it is not the number of a launcher.
 NOTHING, GROW_SLOT, GROW_TABLE, GROW_PIECES, TORN, BUSY = -1, -2, -3, -4, -5, -6
@@ -183,8 +184,8 @@ def _gatherer(look: int) -> Any:
 
         Short ones are laid into the slot at `base`, long ones become pieces; looking for CELLS_TWICE, all do. NUM_CELLS
         and NUM_RUNS get the number of cells laid and of pieces. Looking for APART, rows are noted: FOUND gets
-        ROWS_TWICE where one comes twice and the writes of some group do not come in ascending order. Looking for more,
-        cells are noted: it gets CELLS_TWICE where one comes twice, else ROWS_TWICE.
+        ROWS_TWICE where one was noted already and the writes of some group do not come in ascending order. Looking for
+        more, cells are noted: it gets CELLS_TWICE where one was noted already, else ROWS_TWICE.
         """
         unit, scale = load(desc + 8 * UNIT), load(desc + 8 * SCALE)
         logs, groups = load(desc + 8 * LOGS), load(desc + 8 * GROUPS)
@@ -282,7 +283,7 @@ def _lay_pieces(desc: int, base: int, limit: int, num_pieces: int) -> None:
 
 @jit
 def _any_values(desc: int) -> bool:
-    """Whether any write has a value."""
+    """Whether any staged write has a value."""
     logs = load(desc + 8 * LOGS)
     for i in range(load(desc + 8 * NUM_LOGS)):
         log = load(logs + 16 * i)
@@ -332,21 +333,25 @@ def _direct_source(desc: int, piece: int) -> int:
 def pack(desc: int) -> int:
     """Lay all staged writes out in the next slot; returns the number of the launcher to call, or a code below 0.
 
-    A slot whose fence has not passed is BUSY. On success the slot has a new sequence, the logs are empty (and know what
-    was taken), NUM_BYTES is set and the totals have grown; otherwise nothing changed but scratch, and NEED says how
-    much of what was missing. Launchers come by slot, one for each shape.
+    Without a value there is NOTHING to launch, and the logs are emptied. A slot whose fence has not passed is BUSY. On
+    success the slot has a new sequence, the logs are empty (and know what was taken), NUM_BYTES is set and the totals
+    have grown; otherwise nothing changed but scratch, and NEED says how much of what was missing. Launchers come by
+    slot, one for each shape.
     """
     num_writes, logs = 0, load(desc + 8 * LOGS)
     for i in range(load(desc + 8 * NUM_LOGS)):
         num_writes += load(load(logs + 16 * i) + 8 * LOG_WRITES)
-    if num_writes == 0:
+    if not _any_values(desc):
+        if num_writes > 0:
+            store(desc + 8 * NUM_VALUES, 0)
+            _take(desc)
         return NOTHING
     if 3 * num_writes > load(desc + 8 * PIECES_CAPACITY):
         store(desc + 8 * NEED, 3 * num_writes)
         return GROW_PIECES
     slot = load(desc + 8 * NEXT_SLOT)
     state = desc + 8 * (SLOTS + SLOT_FIELDS * slot)
-    if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE) and _any_values(desc):
+    if load(load(state + 8 * SLOT_DONE)) != load(state + 8 * SLOT_SEQUENCE):
         return BUSY
     unit, pieces = load(desc + 8 * UNIT), load(desc + 8 * PIECES)
     base, capacity = load(state + 8 * SLOT_ADDRESS), load(state + 8 * SLOT_CAPACITY)
@@ -354,7 +359,7 @@ def pack(desc: int) -> int:
     # Short writes: values in their cells, lines filled to the last. Where rows come twice in no order, all are gone
     # through again to look at each cell, and where cells do, once more to cut them. The next pack begins there, so that
     # it goes through them once; now and then one tries the cheapest way again.
-    found = load(desc + 8 * FOUND) if load(desc + 8 * PACK_NUMBER) & 63 else APART
+    found = load(desc + 8 * FOUND) if load(desc + 8 * TOTAL_LAUNCHES) % 61 != 0 else APART
     look, num_pieces = -1, 0
     while found > look:
         look = found
@@ -376,9 +381,6 @@ def pack(desc: int) -> int:
             num_pieces = _resolve(desc, num_pieces)
         _lay_pieces(desc, base, base + capacity, num_pieces)
     num_cells, num_runs = load(desc + 8 * NUM_CELLS), load(desc + 8 * NUM_RUNS)
-    if num_cells + num_runs == 0:  # only writes of no values
-        _take(desc)
-        return NOTHING
 
     # Long writes, and the tiles that they are cut into.
     run_bytes, direct_bytes, had_long, num_tiles = 0, 0, 0, 0

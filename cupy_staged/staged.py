@@ -318,9 +318,18 @@ class StagedWriteTensor:
             users = [(path, group) for ref, group in self._users if (path := ref()) is not None]
             for path, _ in users:
                 entered.enter_context(path.exclusive())
-            for go_over in [path.prepare_table(group, table) for path, group in users]:  # all can, or none does
+            prepared = [path.prepare_table(group, table) for path, group in users]  # all can, or none does
+
+            def go_over() -> None:
+                for path_goes_over in prepared:
+                    path_goes_over()
+                self._table, self.gpu, self.np = table, array, None
+
+            try:
                 go_over()
-            self._table, self.gpu, self.np = table, array, None
+            except BaseException:  # an interrupt came between: all go over, and then it is raised
+                go_over()
+                raise
         ring.sweep()
 
 

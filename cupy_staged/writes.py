@@ -7,6 +7,7 @@ launch, on the stream given. It goes one way.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
@@ -303,12 +304,9 @@ class WritePath:
                 raise ValueError(
                     f"target at {table.address:#x} with row stride {table.stride} is not aligned to its items"
                 )
-            self._groups[group, packing.GROUP_STRIDE] = table.stride // self._unit
-            self._groups[group, packing.GROUP_BASE] = table.address
-            self._groups[group, packing.GROUP_ROWS_NOTED] = table.rows_noted.ctypes.data
-            self._groups[group, packing.GROUP_ROWS_MASK] = len(table.rows_noted) - 1
-            self._groups[group, packing.GROUP_CELLS_NOTED] = table.cells_noted.ctypes.data
-            self._groups[group, packing.GROUP_CELLS_MASK] = len(table.cells_noted) - 1
+            rows, cells = table.rows_noted, table.cells_noted
+            notes = (rows.ctypes.data, len(rows) - 1, cells.ctypes.data, len(cells) - 1)
+            self._groups[group] = table.stride // self._unit, table.address, 0, *notes
             self.targets.facts[:, group] = table.address, table.stride
 
     def _make_room(self, what: int, slot: int, needed: int) -> None:
@@ -328,7 +326,7 @@ class WritePath:
         else:
             ring.sweep()
             block = self.backend.pinned(size)  # the slot is free: what it replaces has no reader left
-            made = self._launchers_of(slot, block)
+            made = self._launchers_of(slot, block, self.targets)
             at = self._slot_fields[slot]
             self._slots[slot] = block
             self._set_launchers(slot, made)
@@ -336,10 +334,12 @@ class WritePath:
             self.stats.growths += 1
             self.stats.host_allocations += 1
 
-    def _launchers_of(self, slot: int, block: Pinned) -> tuple[list[kernels.Launcher], list[Any]]:
+    def _launchers_of(
+        self, slot: int, block: Pinned, targets: kernels.Targets
+    ) -> tuple[list[kernels.Launcher], list[Any]]:
         fence = (self._fences.block, 8 * slot)
         return kernels.make_launchers(
-            self.backend, self._unit, block, fence, self.targets, self._event, self._copies, self._num_bytes
+            self.backend, self._unit, block, fence, targets, self._event, self._copies, self._num_bytes
         )
 
     def _set_launchers(self, slot: int, made: tuple[list[kernels.Launcher], list[Any]]) -> None:
@@ -381,19 +381,18 @@ class WritePath:
     def prepare_table(self, group: int, table: Table) -> Callable[[], None]:
         """Make what another table for `group` needs; the function that goes over to it can no longer fail.
 
-        Both are called exclusively. The next apply writes to the new table; the old one is retired.
+        Both are called exclusively. The next apply writes to the new table; the old one is retired. Where an interrupt
+        came into that function, it is called again.
         """
         for other, neighbour in enumerate(self.tables):
             if other != group and table.shares_memory(neighbour):
                 raise ValueError(f"the new target of group {group} shares memory with that of group {other}")
         made: list[tuple[list[kernels.Launcher], list[Any]]] = []
         if not self.targets.grouped:  # graphs hold the address: made anew
-            facts = self.targets.facts.copy()
-            self.targets.facts[:, group] = table.address, table.stride
-            try:
-                made = [self._launchers_of(slot, block) for slot, block in enumerate(self._slots)]
-            finally:
-                self.targets.facts[:] = facts
+            targets = copy.copy(self.targets)
+            targets.facts = self.targets.facts.copy()
+            targets.facts[:, group] = table.address, table.stride
+            made = [self._launchers_of(slot, block, targets) for slot, block in enumerate(self._slots)]
 
         def go_over() -> None:
             ring.retire(self.is_idle, (self.tables, list(self._kept)))

@@ -656,6 +656,34 @@ def test_block_tables_interrupted_anywhere(place):
     assert tables._path.is_idle()
 
 
+def test_a_rebind_interrupted_anywhere(place):
+    """All writers of the table are at the old target or at the new one, whose rows lie otherwise."""
+    table, _ = table_and_model(place, columns=30)
+    other, _ = table_and_model(place, columns=30)
+    writer = place.fuse(FusedStagedWriter, [other, table])
+    fresh = turn = 0
+
+    def prepare():
+        nonlocal fresh, turn
+        turn += 1
+        fresh = place.asarray(np.zeros((6, 40 + turn % 7 * 100), np.int32))[:, 5:35]
+
+    def check(at):
+        want = place.asnumpy(table.gpu).copy()
+        for apply in (table.apply_write, writer.apply):
+            for row, column in ((5, 29), (2, 1), (5, 3)):  # looked at cell by cell
+                want[row, column] = 1000 * turn + row
+                table.stage_write(row, column, [1000 * turn + row])
+            apply()
+        assert_tables_equal(place.asnumpy(table.gpu), want, group=at)
+        if table.gpu is not fresh:
+            assert not place.asnumpy(fresh).any()
+        return table.gpu is fresh
+
+    assert interrupted_everywhere(lambda: table.rebind(fresh), check, prepare) > 20
+    assert table.gpu is fresh
+
+
 def test_a_pool_interrupted_anywhere(place):
     pool = place.make(UvaBufferPool, 8, "i4", max_concurrency=2)
     out = place.asarray(np.zeros(8, np.int32))

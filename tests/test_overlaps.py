@@ -226,6 +226,12 @@ def test_the_packer_goes_back_to_the_cheapest_look(host):
     seen = [apply((1, 0), (0, 0)) for _ in range(64)]
     assert seen[0] == packing.ROWS_TWICE
     assert seen[-1] == packing.APART
+    often = [apply((1, 1), (0, 1), *[(1, 1)] * (turn % 3 == 0)) for turn in range(200)]
+    assert often.count(packing.APART) >= 2  # of those between the overlapping ones, each time it tried
+    assert apply((1, 1), (1, 0), (1, 1)) == packing.CELLS_TWICE
+    tensor.stage_write(0, 0, [])
+    tensor.apply_write()
+    assert found(tensor) == packing.CELLS_TWICE  # nothing was looked at
 
 
 def test_two_writers_of_one_table_and_what_each_noted(host):
