@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from .errors import CaptureError
 EXACT_PINNED_BYTES = 64 << 20  # CuPy's pinned pool rounds up to a power of two: too much for a table this large
 PER_THREAD_STREAM = 2  # cudaStreamPerThread
 CUDA_NOT_READY = 600  # cudaErrorNotReady
+CUDA_CAPTURED_EVENT = 907  # CUDA_ERROR_CAPTURED_EVENT
 SPINS = 2000  # looks at a fence word before the waiting thread begins to sleep: about 60 us
 
 
@@ -245,11 +247,9 @@ class CudaBackend:
         """Events that mark what was enqueued so far on the streams (or events) that `wait_for` names."""
         if not isinstance(streams, Iterable):
             streams = (streams,)
-        events: list[Any] = []
-        checked = [s if isinstance(s, self.cupy.cuda.Event) else self.stream_anywhere(s) for s in streams]
-        for source in checked:
-            events.append(source if isinstance(source, self.cupy.cuda.Event) else self._event_on(source))
-        return events
+        kind = self.cupy.cuda.Event
+        checked = [refuse_captured(s) if isinstance(s, kind) else self.stream_anywhere(s) for s in streams]
+        return [source if isinstance(source, kind) else self._event_on(source) for source in checked]
 
     def stream_anywhere(self, stream: Any) -> Any:
         """A stream of any device, checked for captures."""
@@ -370,10 +370,33 @@ class CudaBackend:
 Backend = HostBackend | CudaBackend
 
 
+@functools.cache
+def driver() -> Any:
+    """The CUDA driver, for what CuPy has no name for."""
+    library = ctypes.CDLL("libcuda.so.1" if os.name == "posix" else "nvcuda.dll")
+    library.cuEventElapsedTime.argtypes = [ctypes.c_void_p] * 3
+    return library
+
+
+def refuse_captured(event: Any) -> Any:
+    """Raise CaptureError where `event` was recorded in a capture that is under way; else return it.
+
+    To wait for it would draw the stream into the capture, and a query would break that. Asked for a time, the driver
+    says so and leaves the capture alone; what it says of other events is of no interest.
+    """
+    time_ms = ctypes.c_float()
+    if driver().cuEventElapsedTime(ctypes.byref(time_ms), event.ptr, event.ptr) == CUDA_CAPTURED_EVENT:
+        raise CaptureError(
+            f"{event!r} was recorded in a capture that is under way: give one that was recorded outside, "
+            f"or the stream that the graph is launched on"
+        )
+    return event
+
+
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Let this thread call what a capture in global mode on another thread forbids; CuPy has no name for it."""
-    exchange = ctypes.CDLL("libcuda.so.1" if os.name == "posix" else "nvcuda.dll").cuThreadExchangeStreamCaptureMode
+    """Let this thread call what a capture in global mode on another thread forbids."""
+    exchange = driver().cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     exchange(ctypes.byref(mode))
     try:

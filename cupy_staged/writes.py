@@ -164,7 +164,6 @@ class WritePath:
         if wait_for != ():
             for event in self.backend.events_of(wait_for):
                 self.backend.wait_event(ptr, event)
-            self.backend.stream(stream)  # an event of a capture has drawn the stream into it: launch nothing there
         if ptr != self._last_ptr:
             self._switch(stream)
         packed = self._words[packing.TOTAL_LAUNCHES]

@@ -17,6 +17,7 @@ import pytest
 
 from cupy_staged import (
     BlockTables,
+    CaptureError,
     DeviceParamTable,
     FusedStagedWriter,
     StagedWriteTensor,
@@ -882,31 +883,40 @@ def test_a_writer_of_one_member_leaves_the_members_blocks_alone(place):
     assert_tables_equal(place.asnumpy(table.gpu), want)
 
 
-def test_an_event_of_a_capture_is_refused(gpu):
-    """Waiting for it draws the stream into the capture: nothing is launched there, and the writes stay staged."""
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
+def test_an_event_of_a_capture_is_refused(gpu, mode, timed):
+    """Before anything is drawn into the capture, which goes on and ends well; the writes stay staged."""
     table, want = table_and_model(gpu, columns=20)
-    stage(table, want, 1, 0, [5])
-    with gpu.using(gpu.new_stream()):
-        table.apply_write()
+    counter = gpu.asarray(np.zeros(1, np.int32))
+    capturing, ours, other = gpu.new_stream(), gpu.new_stream(), gpu.new_stream()
+    for stream in (None, ours):
+        stage(table, want, 1, 0, [5])
+        table.apply_write(stream=stream)
     stage(table, want, 2, 0, [6])
+    event = gpu.cupy.cuda.Event(disable_timing=not timed)
+    add = gpu.cupy.RawKernel('extern "C" __global__ void add(int* at) { at[0] += 1; }', "add")
+    add((1,), (1,), (counter,))
     gpu.synchronize()
-    capturing, ours, event = gpu.new_stream(), gpu.new_stream(), gpu.cupy.cuda.Event(disable_timing=True)
-    capturing.begin_capture(gpu.runtime.streamCaptureModeRelaxed)
-    refused = False
-    try:
-        event.record(capturing)
-        table.apply_write(stream=ours, wait_for=event)
-    except RuntimeError as error:
-        refused = "captur" in str(error)
-    finally:
-        try:
-            capturing.end_capture()
-        except gpu.runtime.CUDARuntimeError as error:
-            assert error.status in range(900, 910)  # noqa: PT017 - the other stream was not joined
-    assert refused
+    capturing.begin_capture(getattr(gpu.runtime, f"streamCaptureMode{mode}"))
+    with gpu.using(capturing):
+        add((1,), (1,), (counter,))
+    event.record(capturing)
+    for waiting in (event, [other, event]):
+        for stream in (None, ours):
+            with pytest.raises(CaptureError, match="recorded in a capture"):
+                table.apply_write(stream=stream, wait_for=waiting)
+    assert not ours.is_capturing()
+    assert not other.is_capturing()
+    with gpu.using(capturing):
+        add((1,), (1,), (counter,))
+    graph = capturing.end_capture()
     assert table.num_staged == 1
-    table.apply_write()
+    graph.launch(ours)
+    event.record(ours)
+    table.apply_write(wait_for=event)
     assert_tables_equal(gpu.asnumpy(table.gpu), want)
+    assert int(gpu.asnumpy(counter)[0]) == 3
 
 
 def test_a_pool_dropped_with_a_view_that_nobody_fenced(gpu):

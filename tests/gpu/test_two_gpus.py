@@ -8,6 +8,7 @@ from common import CudaPlace, distinct_values
 
 from cupy_staged import (
     BlockTables,
+    CaptureError,
     FusedStagedWriter,
     StagedWriteTensor,
     UvaBackedTensor,
@@ -151,6 +152,32 @@ def test_waiting_for_a_stream_of_the_other_device(pair):
     there.stream.synchronize()
     assert here_was_done.done
     assert read(there, table.gpu)[0, 0] == 7
+
+
+def test_an_event_of_a_capture_on_the_other_device(pair):
+    """It is refused before it draws anything into the capture."""
+    here, there = pair
+    table = StagedWriteTensor(4, "i4", device=here.device)
+    table.stage_write_elem(1, 7)
+    with on(there):
+        capturing, event = there.new_stream(), there.cupy.cuda.Event(disable_timing=True)
+        counter = there.cupy.zeros(1, "i4")
+        counter += 1
+        there.synchronize()
+        capturing.begin_capture()
+        with capturing:
+            counter += 1
+        event.record(capturing)
+    ours = here.new_stream()
+    with pytest.raises(CaptureError, match="recorded in a capture"):
+        table.apply_write(stream=ours, wait_for=event)
+    assert not ours.is_capturing()
+    with on(there):
+        capturing.end_capture().launch(capturing)
+        capturing.synchronize()
+    assert read(there, counter).tolist() == [2]
+    table.apply_write()
+    assert read(here, table.gpu).tolist() == [0, 7, 0, 0]
 
 
 def test_names_of_devices(pair):
