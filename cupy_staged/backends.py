@@ -428,6 +428,22 @@ def wait_word(word: memoryview, index: int, value: int, backend: Backend, stream
                 raise RuntimeError(f"work on {stream!r} is done, but its fence word never came: a launch was lost")
 
 
+def finish(call: Callable[[], None]) -> None:
+    """Call `call`, whose work may be done twice, until it comes to its end; an interrupt meanwhile is raised then."""
+    raised = None
+    try:
+        for _ in range(100):  # not for ever, should it be no interrupt
+            try:
+                call()
+                break
+            except BaseException as error:  # noqa: BLE001 - raised below
+                raised = error
+        if raised is not None:
+            raise raised
+    finally:
+        del raised
+
+
 def drain(backend: Backend, stream: Any) -> None:
     """Wait until `stream` has no work left or is broken, after a call that raised where work may have been enqueued.
 

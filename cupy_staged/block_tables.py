@@ -7,7 +7,7 @@ request beside them. Requests are rows, recycled by an overwrite; a row is read 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,14 +25,13 @@ class _GroupTable(staged.StagedWriteTensor):
 
     _reader: weakref.ref[step.StepPath]
 
-    def rebind(self, array: Any) -> None:
-        """Go over to `array`, as `StagedWriteTensor.rebind`; a step that still reads the old table keeps it."""
-        old = self._table
-        super().rebind(array)
+    def _go_over(self, prepared: list[Callable[[], None]], table: Any, array: Any) -> None:
+        """As that of a StagedWriteTensor; a step that still reads the old table keeps it."""
         reader = self._reader()
         if reader is not None:
+            ring.retire(reader.is_idle, self._table)
             reader.stale = True
-            ring.retire(reader.is_idle, old)
+        super()._go_over(prepared, table, array)
 
     def _make_path(self, max_concurrency: int | None) -> Any:
         return None  # one path writes all groups

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from .raw import INT64S, WORD, compile_for, copy, jit, load, load32, load_item, put_four, store, store32
 
@@ -33,7 +34,7 @@ NUM_VALUES, PACK_NUMBER = 22, 23  # scratch: values that the logs hold; packs so
 # how far the device's addresses lie from the host's; and whether this pack had a write long enough for that.
 DIRECT, HAD_LONG = 24, 25
 LAST_BYTES = 26  # what the last pack added to TOTAL_BYTES
-NUM_CELLS, NUM_RUNS, NUM_BLOCKS = 27, 28, 29  # scratch: cells laid; pieces; 64-unit blocks that the pieces touch
+NUM_CELLS, NUM_RUNS, NUM_BLOCKS = 27, 28, 29  # scratch: cells laid; long writes; 64-unit blocks if all are pieces
 FOUND = 30  # what the last pack found of overlaps, and where the next one begins to look for them
 SLOTS, SLOT_FIELDS = 31, 4
 SLOT_ADDRESS, SLOT_CAPACITY, SLOT_SEQUENCE, SLOT_DONE = 0, 1, 2, 3  # SLOT_DONE: address of the fence word
@@ -176,9 +177,12 @@ def _put_cells(base: int, limit: int, at: int, where: int, values: int, units: i
 
 
 def _gatherer(look: int) -> Any:
-    """The first pass over the writes, for one way to look for overlaps: each is compiled with what it needs alone."""
+    """The pass over the writes, for one way to look for overlaps: each is compiled with what it needs alone.
 
-    @jit
+    They are in the disk cache as parts of `pack`.
+    """
+
+    @njit
     def gather(desc: int, base: int, limit: int) -> int:
         """Take up the writes of all logs; returns the number of pieces, or TORN.
 
@@ -242,7 +246,8 @@ def _gatherer(look: int) -> Any:
                     if look == CELLS_TWICE or units * unit > INLINE_BYTES:
                         piece = put_four(piece, group, offset, units, source)
                         num_runs += 1
-                        blocks += ((offset & 63) + units + 63) >> 6
+                        if look == CELLS_TWICE:
+                            blocks += ((offset & 63) + units + 63) >> 6
                     else:
                         num_cells += (units * unit + 7) >> 3
                         cell = _put_cells(base, limit, cell, (group << 48) | offset, source, units, per_cell)
@@ -335,8 +340,8 @@ def pack(desc: int) -> int:
 
     Without a value there is NOTHING to launch, and the logs are emptied. A slot whose fence has not passed is BUSY. On
     success the slot has a new sequence, the logs are empty (and know what was taken), NUM_BYTES is set and the totals
-    have grown; otherwise nothing changed but scratch, and NEED says how much of what was missing. Launchers come by
-    slot, one for each shape.
+    have grown; otherwise nothing changed but scratch and FOUND, and NEED says how much of what was missing. Launchers
+    come by slot, one for each shape.
     """
     num_writes, logs = 0, load(desc + 8 * LOGS)
     for i in range(load(desc + 8 * NUM_LOGS)):

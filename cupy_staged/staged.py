@@ -6,16 +6,15 @@ only; applying enqueues one launch on the stream given, else on the current stre
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from . import packing, ring, writes
-from .backends import check_native, host_view
+from .backends import check_native, finish, host_view
 from .buffers import check_size
 from .device import Device, get_backend, refuse_in_forked_child, require_uva
 from .log import WriteLog, torn_error
@@ -260,7 +259,8 @@ class StagedWriteTensor:
         Raises
         ------
         CaptureError
-            The stream, or one in `wait_for`, is being captured. Nothing was launched, and the writes stay staged.
+            The stream or one in `wait_for` is being captured, or an event in it was recorded in a capture. Nothing was
+            launched, and the writes stay staged.
         ValueError, TypeError
             A stream of another device; no stream at all.
         RuntimeError
@@ -314,23 +314,30 @@ class StagedWriteTensor:
         """
         self.backend.check_current()
         table = self._table_of(array)
-        with contextlib.ExitStack() as entered:
-            users = [(path, group) for ref, group in self._users if (path := ref()) is not None]
-            for path, _ in users:
-                entered.enter_context(path.exclusive())
+        users = [(path, group) for ref, group in self._users if (path := ref()) is not None]
+
+        def exchange() -> None:
             prepared = [path.prepare_table(group, table) for path, group in users]  # all can, or none does
+            finish(lambda: self._go_over(prepared, table, array))
 
-            def go_over() -> None:
-                for path_goes_over in prepared:
-                    path_goes_over()
-                self._table, self.gpu, self.np = table, array, None
-
-            try:
-                go_over()
-            except BaseException:  # an interrupt came between: all go over, and then it is raised
-                go_over()
-                raise
+        with self.backend.current():
+            _call_inside([path for path, _ in users], exchange)
         ring.sweep()
+
+    def _go_over(self, prepared: list[Callable[[], None]], table: writes.Table, array: Any) -> None:
+        """Let all writers of the table go over to another; called again where an interrupt comes."""
+        for path_goes_over in prepared:
+            path_goes_over()
+        self._table, self.gpu, self.np = table, array, None
+
+
+def _call_inside(paths: list[writes.WritePath], call: Callable[[], None]) -> None:
+    """Call `call` with other threads kept out of all `paths`."""
+    if len(paths) == 0:
+        call()
+    else:
+        with paths[0].entered():
+            _call_inside(paths[1:], call)
 
 
 class FusedStagedWriter:

@@ -6,11 +6,10 @@ launch, on the stream given. It goes one way.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ MAX_NOTED = 1 << 20  # entries of a packer's note: of 1 Mi rows, or of 32 Mi uni
 
 
 def no_launch(_stream: int) -> None:
-    """Stands where no launcher was made yet."""
-    raise RuntimeError("this slot has no launcher")
+    """Stands where there is no launcher yet, or none any more."""
+    raise RuntimeError("a rebind was interrupted over and over: rebind once more, what was staged is still staged")
 
 
 class Table:
@@ -164,6 +163,7 @@ class WritePath:
         if wait_for != ():
             for event in self.backend.events_of(wait_for):
                 self.backend.wait_event(ptr, event)
+            self.backend.stream(stream)  # should an event have drawn it into a capture all the same
         if ptr != self._last_ptr:
             self._switch(stream)
         packed = self._words[packing.TOTAL_LAUNCHES]
@@ -351,15 +351,9 @@ class WritePath:
             refuse_entry()
         return self.lock
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Keep other threads out, and make the device current."""
-        with self.entered(), self.backend.current():
-            yield
-
     def reserve(self, num_writes: int, num_values: int) -> None:
         """Make slots and scratch large enough for that many writes and values in one apply."""
-        with self.exclusive():
+        with self.entered(), self.backend.current():
             self.backend.stream(None)
             num_bytes = num_values * self._itemsize
             tiles = num_writes + num_bytes // packing.MIN_TILE + 1
@@ -380,32 +374,35 @@ class WritePath:
     def prepare_table(self, group: int, table: Table) -> Callable[[], None]:
         """Make what another table for `group` needs; the function that goes over to it can no longer fail.
 
-        Both are called exclusively. The next apply writes to the new table; the old one is retired. Where an interrupt
-        came into that function, it is called again.
+        Both are called with the lock held. The next apply writes to the new table; the old one is retired. Where an
+        interrupt came into that function, it is called again.
         """
         for other, neighbour in enumerate(self.tables):
             if other != group and table.shares_memory(neighbour):
                 raise ValueError(f"the new target of group {group} shares memory with that of group {other}")
-        made: list[tuple[list[kernels.Launcher], list[Any]]] = []
-        if not self.targets.grouped:  # graphs hold the address: made anew
+        tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
+        launch, kept = list(self._launch), list(self._kept)
+        if not self.targets.grouped or launch[0] is no_launch:  # graphs hold the address, or there are none
             targets = copy.copy(self.targets)
             targets.facts = self.targets.facts.copy()
             targets.facts[:, group] = table.address, table.stride
             made = [self._launchers_of(slot, block, targets) for slot, block in enumerate(self._slots)]
+            launch, kept = [launcher for launchers, _ in made for launcher in launchers], [keeps for _, keeps in made]
 
         def go_over() -> None:
-            ring.retire(self.is_idle, (self.tables, list(self._kept)))
-            self.tables = [*self.tables[:group], table, *self.tables[group + 1 :]]
-            self._note_tables()
+            ring.retire(self.is_idle, (self.tables, self._kept))
+            self._launch = [no_launch] * len(launch)  # until packer and launchers are of one mind again
             self._stale, self._last_ptr = True, -1  # the next apply goes by `_switch`
-            for slot, launchers in enumerate(made):
-                self._set_launchers(slot, launchers)
+            self.tables = tables
+            self._note_tables()
+            self._kept = kept
+            self._launch = launch
 
         return go_over
 
     def refresh_pointers(self, stream: Any = None) -> None:
         """Rewrite the device's table addresses in place, in the order of `stream`."""
-        with self.exclusive():
+        with self.entered(), self.backend.current():
             self._stale = True
             self._switch(self.backend.stream(stream))
 

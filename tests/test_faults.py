@@ -23,6 +23,7 @@ from cupy_staged import (
     StagedWriteTensor,
     UvaBackedTensor,
     UvaBufferPool,
+    backends,
     kernels,
     packing,
     ring,
@@ -58,7 +59,7 @@ def interrupt(call, at):
 
     def trace(frame, event, _arg):
         nonlocal seen
-        if os.path.dirname(frame.f_code.co_filename) != PACKAGE:
+        if os.path.dirname(frame.f_code.co_filename) != PACKAGE and frame.f_code.co_filename != contextlib.__file__:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -685,6 +686,77 @@ def test_a_rebind_interrupted_anywhere(place):
     assert table.gpu is fresh
 
 
+def test_a_rebind_of_a_group_interrupted_anywhere(place):
+    """Appends and steps are at the old table or at the new one, and what a step may read stays alive."""
+    tables = place.make(BlockTables, [16, 16], 4, 64, [8, 8])
+    fresh = turn = 0
+
+    def prepare():
+        nonlocal fresh, turn
+        turn += 1
+        fresh = place.asarray(np.full((4, 20 + turn % 5), turn, np.int32))[:, 3:11]
+
+    def check(at):
+        tables.append_block_ids(turn % 4, [[turn], [turn]], overwrite=True)
+        tables.apply_staged_writes()
+        row = np.array([turn % 4], np.int32)
+        gathered, _ = tables.prepare_step(row, np.array([0, 1], np.int32), np.array([3]), 1, 1)
+        assert int(place.asnumpy(gathered[0])[0, 0]) == turn, at
+        assert place.asnumpy(tables.block_tables[0].gpu)[turn % 4, 0] == turn, at
+
+    def reads_what_is_bound(at):
+        """Before the next apply."""
+        row = np.array([2], np.int32)
+        gathered = tables.gather_block_tables(place.asarray(row), 1)
+        owned = int(tables.num_blocks.np[0, 2])
+        bound = place.asnumpy(tables.block_tables[0].gpu)[2, :owned]
+        assert place.asnumpy(gathered[0])[0, :owned].tolist() == bound.tolist(), at
+        check(at)
+
+    assert interrupted_everywhere(lambda: tables.block_tables[0].rebind(fresh), reads_what_is_bound, prepare) > 20
+    assert tables.block_tables[0].gpu is fresh
+
+
+@pytest.mark.parametrize("times", [3, 1000])
+def test_a_rebind_interrupted_over_and_over(place, times):
+    """Interrupts are held back; should there be no end of them, nothing is launched until a rebind comes to its end."""
+    table, _ = table_and_model(place, columns=30)
+    other, _ = table_and_model(place, columns=30)
+    writer = place.fuse(FusedStagedWriter, [other, table])
+    fresh = place.asarray(np.zeros((6, 900), np.int32))[:, 100:130]
+    came = []
+
+    def interrupted(path):
+        def note_tables():
+            type(path)._note_tables(path)
+            if len(came) < times:
+                came.append(path)
+                raise KeyboardInterrupt
+
+        return note_tables
+
+    for path in (table._path, writer._path):
+        with patched(path, _note_tables=interrupted(path)), pytest.raises(KeyboardInterrupt):
+            table.rebind(fresh)
+        table.stage_write(5, 29, [7])
+        if times > 3:
+            assert table.gpu is not fresh
+            with pytest.raises(RuntimeError, match="rebind once more"):
+                (table if path is table._path else writer)._path.apply()
+            assert table.num_staged == 1
+            came.clear()
+            table.rebind(fresh)
+        assert table.gpu is fresh
+        for apply in (table.apply_write, writer.apply):
+            apply()
+            assert place.asnumpy(fresh)[5, 29] == 7
+            fresh[...] = 0
+            table.stage_write(5, 29, [7])
+        table.clear_staged_writes()
+        fresh = place.asarray(np.zeros((6, 700), np.int32))[:, 10:40]
+        came.clear()
+
+
 def test_a_pool_interrupted_anywhere(place):
     pool = place.make(UvaBufferPool, 8, "i4", max_concurrency=2)
     out = place.asarray(np.zeros(8, np.int32))
@@ -881,6 +953,31 @@ def test_a_writer_of_one_member_leaves_the_members_blocks_alone(place):
             if place.on_gpu:
                 place.stream.wait_event(other.record())
     assert_tables_equal(place.asnumpy(table.gpu), want)
+
+
+def test_an_event_is_asked_whether_a_capture_recorded_it(monkeypatch):
+    """The driver's other answers, for events that have no time or are not done, say nothing of a capture."""
+    asked = []
+
+    class Event:
+        ptr = 0x1230
+
+    class Driver:
+        answer = 0
+
+        def cuEventElapsedTime(self, _time, start, end):
+            asked.append((start, end))
+            return self.answer
+
+    driver = Driver()
+    monkeypatch.setattr(backends, "driver", lambda: driver)
+    event = Event()
+    for driver.answer in (0, 400, 600):
+        assert backends.refuse_captured(event) is event
+    driver.answer = 907
+    with pytest.raises(CaptureError, match="recorded in a capture that is under way"):
+        backends.refuse_captured(event)
+    assert asked == [(0x1230, 0x1230)] * 4
 
 
 @pytest.mark.parametrize("timed", [False, True])

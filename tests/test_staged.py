@@ -709,7 +709,7 @@ def test_an_object_in_use_refuses_a_second_thread(place):
         lambda: tensor.reserve(1, 1),
         lambda: tensor.rebind(tensor.gpu),
     )
-    with tensor._path.exclusive():  # as if this thread were in a call
+    with tensor._path.entered():  # as if this thread were in a call
         for call in calls:
             thread = threading.Thread(target=intrude, args=(call,))
             thread.start()
