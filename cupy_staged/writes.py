@@ -21,7 +21,7 @@ from .log import NEVER, SLACK, Contents, WriteLog, torn_error
 
 AUTO_COPIES = False  # "auto" for a device table: a copy first never paid, docs/performance.md has the data
 FIRST_SLOT_BYTES = 1 << 15
-MAX_NOTED = 1 << 20  # entries of a packer's note, a power of two: of 1 Mi rows, or of 32 Mi units, 8 MiB
+MAX_NOTED = 1 << 20  # entries of a packer's note: of 1 Mi rows, or of 32 Mi units, 8 MiB
 
 
 def no_launch(_stream: int) -> None:
@@ -299,6 +299,10 @@ class WritePath:
     def _note_tables(self) -> None:
         """Tell the packer and the kernels where the tables are."""
         for group, table in enumerate(self.tables):
+            if table.stride % self._unit or table.address % self._unit:
+                raise ValueError(
+                    f"target at {table.address:#x} with row stride {table.stride} is not aligned to its items"
+                )
             rows, cells = table.rows_noted, table.cells_noted
             notes = (rows.ctypes.data, len(rows) - 1, cells.ctypes.data, len(cells) - 1)
             self._groups[group] = table.stride // self._unit, table.address, 0, *notes
@@ -319,14 +323,12 @@ class WritePath:
             self._words[packing.TABLE_EPOCH] = 0
             self._table = table
         else:
-            at, first = self._slot_fields[slot], slot * len(kernels.SHAPES)
-            if self._words[at + packing.SLOT_CAPACITY] > 0 and self._launch[first] is no_launch:
-                no_launch(0)  # half way to another table
             ring.sweep()
             block = self.backend.pinned(size)  # the slot is free: what it replaces has no reader left
-            launchers, kept = self._launchers_of(slot, block, self.targets)
-            self._slots[slot], self._kept[slot] = block, kept
-            self._launch[first : first + len(launchers)] = launchers
+            made = self._launchers_of(slot, block, self.targets)
+            at = self._slot_fields[slot]
+            self._slots[slot] = block
+            self._set_launchers(slot, made)
             self._words[at + packing.SLOT_ADDRESS], self._words[at + packing.SLOT_CAPACITY] = block.address, size
             self.stats.growths += 1
             self.stats.host_allocations += 1
@@ -338,6 +340,10 @@ class WritePath:
         return kernels.make_launchers(
             self.backend, self._unit, block, fence, targets, self._event, self._copies, self._num_bytes
         )
+
+    def _set_launchers(self, slot: int, made: tuple[list[kernels.Launcher], list[Any]]) -> None:
+        launchers, self._kept[slot] = made
+        self._launch[slot * len(launchers) : (slot + 1) * len(launchers)] = launchers
 
     def entered(self) -> threading.Lock:
         """Keep other threads out, in a `with` statement."""
